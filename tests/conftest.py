@@ -239,7 +239,7 @@ def threads_are_said(request, monkeypatch):
 
     def refuse():
         raise AssertionError(
-            f"say num_threads: {request.path.name} is not run again with one thread"
+            f"set num_threads: {request.path.name} is not run again with one thread"
         )
 
     if not takes_all_threads(request.path):
@@ -255,7 +255,7 @@ def the_clock_is_real(monkeypatch):
     """
     yield
     assert time.monotonic is REAL_CLOCK, (
-        "give the modules under test a clock of their own: clocks.give_clock"
+        "the test replaced the clock of the process: use clocks.give_clock"
     )
 
 
@@ -293,7 +293,7 @@ def no_network(request, monkeypatch):
     yield
     if request.node.get_closest_marker("names_hub_model") is None:
         assert not attempts, (
-            f"nothing may connect outside unless a hub model is named; tried {attempts}"
+            f"only tests that name a hub model may use the network; tried {attempts}"
         )
 
 

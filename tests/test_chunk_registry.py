@@ -57,5 +57,5 @@ def test_semantic_chunks_need_token_texts():
         registry, piece_of=lambda token: "end. " if token == 1017 else "word "
     )
     cuts = [(start, end) for start, end, _ in speaking.split(IDS[:36])]
-    assert cuts[0] == (0, 18), "after the sentence within the window"
+    assert cuts[0] == (0, 18), "the chunk must end after the sentence within the window"
     assert cuts[-1][1] == 36

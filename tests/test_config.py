@@ -60,7 +60,7 @@ def test_unsupported_kv_cache_bits_are_refused(value):
 def test_kv_cache_bits_of_keys_and_values(value, bits):
     config = EngineConfig.from_options(kv_cache_bits=value)
     assert config.kv_bits == bits
-    assert not isinstance(config.kv_cache_bits, list), "a frozen config is hashable"
+    assert not isinstance(config.kv_cache_bits, list), "a frozen config must be hashable"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Vocabulary:
         call = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
         ids = self._learner.encode(f"\n<think>{THOUGHT}</think>\n\n{CONTENT}{call}{_END}").ids
         assert len(set(ids)) == len(ids) <= _SLOTS, (
-            "each token of the answer may be in it once, and so many fit"
+            f"the answer must have at most {_SLOTS} tokens, all different"
         )
         return list(ids)
 

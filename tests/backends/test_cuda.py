@@ -62,7 +62,7 @@ def test_each_call_is_one_launch(loaded):
     backend.copy_blocks([CopyOp(2, 1), CopyOp(1, 0)])
     counts.append(standin.launches)
     assert np.diff(counts).tolist() == [1, 1, 1], (
-        "a copy is one launch for all layers, keys and values"
+        "a copy must be one launch for the KV of all layers"
     )
     assert backend.describe()[:3] == ("cuda", "cpu", "kvboost_edge_cuda")
 

@@ -24,7 +24,7 @@ def test_state_bytes_are_rounded_to_cache_lines():
     assert (DELTA.tail_bytes, DELTA.nbytes) == (960, 960 + 4 * 4 * 32 * 48)
     assert LayerStateSpec(2, 20).nbytes == 192
     assert LayerStateSpec(3, 8192, 32, 128, 128).nbytes == (2 << 20) + (96 << 10), (
-        "a layer of Qwen3.5-4B"
+        "wrong size of a layer's state in Qwen3.5-4B"
     )
     assert SPEC.bytes_per_state == CONV.nbytes + DELTA.nbytes
     assert dataclasses.replace(SPEC, states=()).bytes_per_state == 0

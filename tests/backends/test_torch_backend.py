@@ -116,7 +116,7 @@ def test_the_window_bounds_the_gathered_blocks():
     batch = backend.prepare(make_layout(((1, 120), (1, 98)), np.random.default_rng(0), 24))
     (group,) = batch.groups(20)
     assert group.blocks.shape == (2, 3)  # positions 100..119 are in 2 blocks, 78..97 in 3
-    assert group is batch.groups(20)[0], "groups are built once per pass and window"
+    assert group is batch.groups(20)[0], "groups must be built once per pass and window"
 
 
 def test_sequences_with_equally_many_new_tokens_share_a_group():
@@ -140,7 +140,7 @@ def test_block_copies_cover_all_layers_in_order():
     backend.copy_blocks([CopyOp(source, first), CopyOp(first, second)])
     sums = backend.checksum_blocks(range(4))
     assert sums[source] == sums[first] == sums[second]
-    assert len(set(sums)) == 2, "an untouched block differs"
+    assert len(set(sums)) == 2, "the blocks that were not written must differ from the copies"
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])

@@ -299,7 +299,9 @@ def test_commands_accept_every_option(name, option):
     required, _ = COMMANDS[name]
     given = read(name, required, option)
     defaults = ("--pack-cache", "--restart", "--warmup")
-    assert given != read(name, required) or option in defaults, "the default"
+    assert given != read(name, required) or option in defaults, (
+        "the option has no effect, although its value is not the default"
+    )
     if option.startswith("--") and len(option.split()) == 2 and option[2] != " ":
         assert read(name, required, option.replace(" ", "=")) == given
 

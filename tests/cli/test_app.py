@@ -324,7 +324,7 @@ def test_doctor_refuses_what_the_engine_would(
     found = answered("doctor", *argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["fits"] is False
     assert "(1000000000 blocks of " in found["fit_reason"]
-    assert "weights='int4'" not in found["knobs"], "it is in that format"
+    assert "weights='int4'" not in found["knobs"], "the weights already have the suggested format"
     assert "max_cache_bytes or num_blocks" in found["knobs"]
     assert found["packed_file"].startswith(f"will be written to {tmp_path / 'packed'}: ")
     assert not (tmp_path / "packed").exists()
@@ -374,7 +374,7 @@ def test_doctor_suggests_unused_options_that_save_memory(tiny_model_dir, tmp_pat
     recurrent = save_tiny_model("lfm2", tmp_path)
     assert "max_state_bytes or max_num_seqs: the states, " in knobs(recurrent)
     assert "max_draft_tokens" not in knobs(recurrent), (
-        "those that nobody asked for take no room from anything"
+        "drafts that were not requested need no memory"
     )
     assert "max_draft_tokens" not in knobs(recurrent, "speculation=off", "max_draft_tokens=4")
     assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "speculation=on")

@@ -67,7 +67,9 @@ def test_a_second_run_answers_the_remaining_lines(printed, questions, tmp_path):
         for text in (whole, again)
     ]
     assert texts[0] == texts[1]
-    assert "6 answers" in printed("batch", path, *SMALL).err, "nothing is left, and no model loads"
+    assert "6 answers" in printed("batch", path, *SMALL).err, (
+        "a finished batch must report all its answers"
+    )
 
 
 @pytest.mark.slow

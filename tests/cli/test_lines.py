@@ -71,7 +71,7 @@ def test_a_terminal_has_line_editing_and_history(tmp_path):
         process.wait()
         reader.join(timeout=10)
         os.close(ours)
-    assert not list(tmp_path.iterdir()), "no prompt is kept in a file"
+    assert not list(tmp_path.iterdir()), "prompts must not be written to a file"
 
 
 def test_without_a_terminal_lines_are_read_plainly(typed):

@@ -67,9 +67,9 @@ def test_the_bar_is_drawn_and_removed(at_once):
         text = shown(file)
         assert "waiting in the queue" in text or "reading the prompt" in text
         assert "2,560 of 4,210 tokens, 495 per second, about 4 s left" in text
-        assert file.getvalue().rstrip("\n").endswith(ERASED), "the line is empty again"
+        assert file.getvalue().rstrip("\n").endswith(ERASED), "the bar must be erased"
         bar.show(HALF)
-        assert shown(file) == text, "it does not come back"
+        assert shown(file) == text, "a closed bar must not be drawn again"
     wait_until(lambda: threading.active_count() <= before, "the bar's thread to end")
 
 
@@ -88,7 +88,7 @@ def test_without_a_terminal_a_long_prompt_is_one_line(monkeypatch):
     with PromptBar(console) as bar:
         for now[0] in (100.0, 104.0, 105.0, 111.0):
             bar.show(HALF)
-        assert not bar.is_wanted, "nobody has to look any more"
+        assert not bar.is_wanted, "the bar must not need further progress"
     assert file.getvalue() == f"reading the prompt, {progress_words(HALF)}\n"
 
 
@@ -119,7 +119,7 @@ def test_a_local_prompt_is_followed_step_by_step(at_once, monkeypatch):
 
         def write(piece):
             assert file.getvalue().rstrip("\n").endswith(ERASED), (
-                "the bar is gone before the first text"
+                "the bar must be erased before the first text"
             )
             pieces.append(piece)
 

@@ -19,7 +19,7 @@ def no_model(monkeypatch):
     """Lookup of models that fails the test."""
 
     def looked_for(*args, **options):
-        raise AssertionError("a model was looked for")
+        raise AssertionError("a model was searched for")
 
     monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
 

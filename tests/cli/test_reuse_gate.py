@@ -26,11 +26,11 @@ def test_a_model_is_tested_once_by_warmup_or_reuse_check(tmp_path, monkeypatch, 
     assert len(measured) == 1
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", weights="int8") as engine:
         assert engine.check_reuse().passed
-    assert len(measured) == 1, "the outcome is kept for the engine that serves"
+    assert len(measured) == 1, "the stored verdict must be used by the engine"
     checked = answered("reuse-check", "-o", "weights=int8", "--kv-cache-bits", "16")
     assert checked["passed"] is True
     assert 0 < checked["kl_reuse"] < checked["kl_order"]
-    assert len(measured) == 1, "the stored verdict is shown"
+    assert len(measured) == 1, "reuse-check must show the stored verdict"
     off = warmed("--mode", "chunk_kv_reuse", "-o", "reuse_gate=off")
     assert "not tested: reuse_gate='off'" in off
     assert len(measured) == 1

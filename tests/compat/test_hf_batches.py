@@ -144,7 +144,7 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
     cold, _ = batched_decode(
         model, past_of(out), first, 9, 6, None, temperature=0.0, do_sample=True
     )
-    assert cold == outputs, "temperature 0 is greedy"
+    assert cold == outputs, "temperature 0 must be greedy"
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -212,7 +212,7 @@ def test_a_cache_trimmed_to_its_sliding_window_continues(ragged):
         positions = (masks.cumsum(1) - 1).clamp(min=0)
         out = mistral(ids, attention_mask=masks, position_ids=positions, use_cache=True)
     past = past_of(out)
-    assert past[0][0].shape[2] == window - 1, "transformers kept the window only"
+    assert past[0][0].shape[2] == window - 1, "transformers did not trim its cache to the window"
     first = out.logits[:, -1].argmax(-1)
     singles = [greedy(mistral, prompt, 6, -1) for prompt in prompts]
     for mask in (None, masks, masks[:, -(window - 1) :]):

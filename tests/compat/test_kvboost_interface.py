@@ -279,7 +279,9 @@ def test_modes_are_given_by_name_or_position(engine, mode):
         engine.generate(prompt=QUESTION, max_new_tokens=2, mode=mode),
         engine.generate_batch([QUESTION], 2, mode=mode)[0],
     ):
-        assert result.mode == (mode if mode != "chunk_kv_reuse" else "prefix_cache"), "what ran"
+        assert result.mode == (mode if mode != "chunk_kv_reuse" else "prefix_cache"), (
+            "the result must report the mode that was used"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["selective", "cacheblend", "none"])
@@ -348,7 +350,9 @@ def test_generate_accepts_positional_arguments(engine):
     named = engine.generate(prompt, max_new_tokens=8, temperature=1.0, do_sample=False)
     assert named.output_token_ids == greedy
     sampled = [engine.generate(prompt, 8, "prefix_cache", 1.5, True) for _ in range(3)]
-    assert len({one.output_token_ids for one in sampled}) > 1, "a temperature given by position"
+    assert len({one.output_token_ids for one in sampled}) > 1, (
+        "a positional temperature must be applied"
+    )
     seeded = engine.generate(prompt, 8, "prefix_cache", 1.5, True, seed=sampled[0].seed)
     assert seeded.output_token_ids == sampled[0].output_token_ids
 
@@ -503,9 +507,9 @@ def test_warm_reports_chunks_and_an_alignment_warning(caplog):
             assert (result.chunks_stored, result.token_count, result.chunk_size) == (4, 232, 64)
             assert (result.chunk_boundary_aligned, result.partial_tail_tokens) == (True, 40)
         assert engine.warm(ids[:128], 0) == engine.warm(ids[:128], position_offset=0) == 2
-        assert not caplog.text, "what is not cached is less than a block"
+        assert not caplog.text, "an uncached tail shorter than a block must not cause a warning"
     with KVBoost.from_pretrained(DEMO, num_blocks=64) as engine:
-        assert engine.warm(ids).chunk_size == 128, "by default, as there"
+        assert engine.warm(ids).chunk_size == 128, "the default must be KVBoost's"
     with KVBoost.from_pretrained(DEMO, num_blocks=64, block_size=128) as engine:
         result = engine.warm(ids[:41])
         assert not result.chunk_boundary_aligned

@@ -76,7 +76,7 @@ def test_attach_get_and_detach_by_position_and_keyword(cache):
         assert cache.get(seq_id) == cache.get(seq_id=seq_id) == payloads
     cache.get(1).append("more")
     cache.get(1)[0]["k"] = "changed"
-    assert cache.get(1) == payloads, "get returns a copy"
+    assert cache.get(1) == payloads, "get must return a copy"
     assert cache.detach(1) is None
     assert cache.detach(seq_id=2) is None
     assert cache.get(1) is cache.get(2) is None

@@ -225,7 +225,9 @@ def test_payloads_equal_but_not_identical_are_not_shared(one, other):
     for seq_id, payload in enumerate((one, other, copy.deepcopy(other))):
         cache.attach(seq_id, [payload], [7])
         assert repr(cache.get(seq_id)) == repr([payload])
-    assert cache.stats()["prefix_shares"] <= 1, "only the third may share the second's"
+    assert cache.stats()["prefix_shares"] <= 1, (
+        "only the third sequence may share pages with the second one"
+    )
 
 
 @pytest.mark.parametrize(

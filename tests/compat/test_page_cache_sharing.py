@@ -20,7 +20,7 @@ def test_equal_prefixes_share_their_pages():
         30,
         9,
     )
-    assert stats["prefix_map_size"] == 1, "one prefix of two pages"
+    assert stats["prefix_map_size"] == 1, "there must be one prefix, of two pages"
     assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
 
 
@@ -37,12 +37,12 @@ def test_the_prefix_map_counts_matchable_prefixes():
     cache.attach("c", list("ab"))
     assert size() == 1
     cache.attach("d", list("ab"), [1, 2])
-    assert size() == 2, "a part of a prefix is one of its own"
+    assert size() == 2, "a part of a prefix must be a separate prefix"
     for seq_id in "abcd":
         cache.detach(seq_id)
-    assert size() == 2, "idle pages can be matched"
+    assert size() == 2, "idle pages must be matchable"
     cache.attach("all", list(range(16)))
-    assert size() == 0, "until they are reused"
+    assert size() == 0, "reused pages must not be matchable"
     cache.check_invariants()
 
 

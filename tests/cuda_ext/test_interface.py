@@ -210,7 +210,7 @@ def test_new_keys_are_written_into_the_cache(kernels, where, num_splits):
         for a, b in zip(before, caches, strict=True)
     )
     assert changed == 2 * 3 * new * 2, (
-        "as many rows of the cache as there are new keys and values, and no others"
+        "exactly the rows of the new keys and values must change in the cache"
     )
 
 

@@ -98,7 +98,7 @@ def test_pages_have_no_accessibility_violations(path, look, visit, origin):
     # Axe-core cannot decide about code under its copy button and about single characters.
     assert axe_findings(page, {"color-contrast"}) == []
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-    assert page.evaluate(wide) == 0, "the page scrolls sideways"
+    assert page.evaluate(wide) == 0, "the page must not scroll horizontally"
 
 
 def search(page, words, target):

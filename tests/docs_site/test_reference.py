@@ -37,7 +37,7 @@ def test_pages_are_current():
         for path, text in generated_pages().items()
         if path.read_text(encoding="utf-8") != text
     ]
-    assert not old, "run make docs-reference"
+    assert not old, "the reference pages are outdated: run make docs-reference"
 
 
 def test_the_script_writes_and_checks(monkeypatch, tmp_path, capsys):

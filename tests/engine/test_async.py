@@ -188,7 +188,7 @@ async def test_batches_hold_all_pending_events_and_end_with_the_result(engine):
     handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
     await asyncio.to_thread(handle.result)
     batches = [batch async for batch in handle.abatches()]
-    assert len(batches) == 1, "the reader was slower than the engine"
+    assert len(batches) == 1, "all pending events must arrive in one batch"
     *events, result = batches[0]
     assert result is handle.result()
     assert [event.token_id for event in events] == list(result.output_token_ids)

@@ -200,7 +200,7 @@ def test_invalid_warm_logits_and_verify_arguments_are_refused(engine):
     assert_raises(RequestError, "not text", engine.logits, "abc")
     assert_raises(RequestError, "prompts is an empty list", engine.verify_correctness, [])
     assert not engine.verify_correctness([[1, 2, 3]]), (
-        "a prompt too short to reuse anything cannot pass"
+        "a prompt that is too short for any reuse must not pass"
     )
 
 
@@ -272,18 +272,22 @@ def plan(available, **options):
 def test_pool_sizes_follow_from_the_options():
     assert SPEC.bytes_per_block == 65_536
     assert plan(GB, num_blocks=7) == 7
-    assert plan(GB, max_chunks=9) == 9 * 128 // 16, "chunks of 128 tokens"
-    assert plan(GB, max_chunks=9, chunk_size=40) == 23, "rounded up to whole blocks"
+    assert plan(GB, max_chunks=9) == 9 * 128 // 16, "max_chunks must count chunks of 128 tokens"
+    assert plan(GB, max_chunks=9, chunk_size=40) == 23, (
+        "the pool must be rounded up to whole blocks"
+    )
     assert plan(GB, max_cache_bytes=1e6) == 15
-    assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
-    assert plan(65_536 * 400) == 100, "a quarter of the available memory"
+    assert plan(100 * GB) == 128 * 16, "the default must be context x max_num_seqs"
+    assert plan(65_536 * 400) == 100, "the pool must take at most a quarter of the available memory"
     assert plan(65_536) == 1
 
 
 def test_the_smallest_of_several_pool_sizes_applies():
     assert plan(GB, max_cache_bytes=1e6, num_blocks=7) == 7
     assert plan(GB, max_cache_bytes=1e6, num_blocks=70) == 15
-    assert plan(GB, max_cache_bytes=100 * GB, num_blocks=70) == 70, "what fits is enough"
+    assert plan(GB, max_cache_bytes=100 * GB, num_blocks=70) == 70, (
+        "a limit above num_blocks must have no effect"
+    )
     assert plan(GB, num_blocks=70, max_chunks=4) == 32
     assert plan(GB, num_blocks=20, max_chunks=4, max_cache_bytes=GB) == 20
 
@@ -334,7 +338,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
     def plan_quantized(available, **more):
         return plan_num_blocks(EngineConfig(**options, **more), runner_info(QUANTIZED), available)
 
-    assert plan_quantized(GB) == 128 * 3, "context x max_num_seqs"
+    assert plan_quantized(GB) == 128 * 3, "the default must be context x max_num_seqs"
     assert plan_quantized(GB, max_cache_bytes=open_bytes + 10 * block) == 10
     assert plan_quantized(4 * (open_bytes + 7 * block)) == 7
     with pytest.raises(
@@ -345,7 +349,9 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
         plan_quantized(open_bytes + 10 * block - 1, num_blocks=10)
     config = EngineConfig(**options)
     assert planned_pool_bytes(config, QUANTIZED, 2048, GB) == 384 * block + open_bytes
-    assert planned_pool_bytes(config, QUANTIZED, 2048, 1) == block + open_bytes, "never refused"
+    assert planned_pool_bytes(config, QUANTIZED, 2048, 1) == block + open_bytes, (
+        "the smallest pool must not be refused"
+    )
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_calculation():

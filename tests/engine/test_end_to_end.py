@@ -139,7 +139,9 @@ def test_a_loaded_transformers_model_is_served(truth):
     with CPUPagedEngine(truth.model, tokenizer, num_blocks=32, backend="cpu") as engine:
         assert greedy(engine, prompt, 20) == truth.greedy(prompt, 20)
         assert engine.tokenizer.encode("hé") == tokenizer("hé").input_ids
-    assert truth.greedy(prompt, 3) == truth.greedy(prompt, 3), "the model is its owner's again"
+    assert truth.greedy(prompt, 3) == truth.greedy(prompt, 3), (
+        "the engine must leave the model usable by its owner"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def test_num_threads_is_applied(llama_dir, backend):
         assert engine.paged_stats()["num_threads"] == 2
     torch.set_num_threads(1)
     with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend) as engine:
-        assert torch.get_num_threads() == 1, "what its owner set stays"
+        assert torch.get_num_threads() == 1, "the owner's thread count must stay"
         expected = 1 if backend == "torch" else engine._parts.backend.num_threads
         assert engine.paged_stats()["num_threads"] == expected
 

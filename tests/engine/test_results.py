@@ -61,7 +61,7 @@ def test_results_have_every_field(engine):
     assert result.logprobs is not None
     assert [entry.token_id for entry in result.logprobs] == tokens
     assert all(entry.top[0] == (entry.token_id, entry.logprob) for entry in result.logprobs), (
-        "greedy takes the top"
+        "greedy decoding must take the top token"
     )
     json.dumps(dataclasses.asdict(result))
 
@@ -146,7 +146,7 @@ def forced_text(engine, prompt, text, **options):
 def test_stop_strings_across_token_borders(engine, text, stop, expected):
     pieces = forced_text(engine, [1, 2, 3], text, stop=stop)
     assert "".join(pieces) == expected
-    assert all("\ufffd" not in piece for piece in pieces), "no half character is ever shown"
+    assert all("\ufffd" not in piece for piece in pieces), "a piece must not end within a character"
     result = engine.generate([1, 2, 3], stop=stop)
     assert result.output_text == expected
     assert result.finish_reason == "stop"
@@ -173,7 +173,7 @@ def test_events_carry_every_token(engine):
     assert "".join(event.text for event in events) == result.output_text
     assert tuple(event.time_ms for event in events) == result.token_times_ms
     assert tuple(event.logprobs for event in events) == result.logprobs
-    assert list(handle) == [], "each event is handed out once"
+    assert list(handle) == [], "each event must be returned once"
 
 
 def test_seeds_reproduce_and_are_recorded(engine):
@@ -243,7 +243,9 @@ def test_warm_counts_chunks_and_logs_the_partial_tail(length, options, stored, t
         logged = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
         said = f"warm: the last {lost} tokens do not fill a block of {block} and are not cached"
         assert logged == ([] if lost < 32 else [said])
-        assert engine.warm_chunks("x" * length) == stored, "the same again"
+        assert engine.warm_chunks("x" * length) == stored, (
+            "a repeated call must store the same number of chunks"
+        )
         whole = length // block * block
         assert engine.generate("x" * length + "y", max_new_tokens=1).cached_tokens == whole
 
@@ -281,7 +283,7 @@ def test_logits_equal_each_positions(engine):
                 np.testing.assert_array_equal(rows, truth[start:])
     before = runner_of(engine).computed
     engine.logits(PROMPT, start=33)
-    assert runner_of(engine).computed - before == 8, "tokens before start may come from the cache"
+    assert runner_of(engine).computed - before == 8, "tokens before start must come from the cache"
 
 
 def test_verify_correctness_passes_and_reports(engine):

@@ -176,7 +176,7 @@ def test_hit_reused_and_computed_tokens_add_up_to_the_prompt(repair, preempted):
         [sharing] = [sequence for sequence in bench.scheduler.running if sequence.blocks.spans]
         bench.scheduler._preempt(sharing)
         bench.step()
-        assert sharing.blocks.spans, "shared again"
+        assert sharing.blocks.spans, "the sequence must reuse spans again after preemption"
     bench.run()
     results = [handle.result(0) for handle in handles]
     assert sum(result.preemptions for result in results) == preempted

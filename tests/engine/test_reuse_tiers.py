@@ -60,11 +60,11 @@ def test_evicted_spans_are_found_and_restored():
     assert result.approximate
     assert result.reused_span_tokens > 100
     assert tier.num_read - read == len(SERVED) // 16
-    assert result.hit_tokens == {"pool": 0}, "an exact prefix is another thing"
+    assert result.hit_tokens == {"pool": 0}, "restored spans must not count as prefix hits"
     assert result.load_ms > 0
     read = tier.num_read
     assert asked(bench, [*document(5, 17), *TWO, *ONE, 9]).reused_span_tokens > 100
-    assert tier.num_read == read, "it is in the pool by now"
+    assert tier.num_read == read, "spans in the pool must not be read again"
 
 
 def test_without_a_tier_evicted_spans_are_forgotten():

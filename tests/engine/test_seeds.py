@@ -36,9 +36,7 @@ def test_an_engine_seed_gives_each_tenant_its_own_sequence_of_seeds():
         mixed = {"a": [], "b": [], "c": []}
         for tenant, prompt in zip("abcbabacb", itertools.cycle(("one", "two", "three"))):
             mixed[tenant].append(seed_of(shared, tenant, prompt))
-        assert mixed["a"] == lonely, (
-            "the same requests in the same order, whatever others sent between"
-        )
+        assert mixed["a"] == lonely, "a tenant's seeds must not depend on requests of other tenants"
         assert len({*lonely, *mixed["b"], *mixed["c"]}) == 3 + 4 + 2
         assert seed_of(other, "a", "one") not in lonely
 

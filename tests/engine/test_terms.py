@@ -53,7 +53,7 @@ def test_tenants_and_salts_share_nothing(engine):
     ):
         assert cached(engine, **terms) == (0, "first_seen"), terms
         assert cached(engine, **terms) == (32, "tail"), terms
-    assert cached(engine, tenant="") == (32, "tail"), "no tenant is the engine's own"
+    assert cached(engine, tenant="") == (32, "tail"), "an empty tenant must equal no tenant"
 
 
 def test_warm_belongs_to_its_tenant_and_salt(engine):
@@ -68,10 +68,12 @@ def test_miss_reasons_are_reported():
         engine.generate([7] * 90, 2)
         assert cached(engine)[1] == "evicted"
         engine.reset_cache()
-        assert cached(engine) == (0, "evicted"), "a reset drops what was there"
+        assert cached(engine) == (0, "evicted"), "a reset must evict the cached blocks"
         assert engine.generate([1, 2, 3], 2).miss_reason == "tail"
         assert engine.generate([5] * 33, 2).miss_reason == "first_seen"
-        assert engine.generate([5] * 33, 2).miss_reason == "", "only the last token is left"
+        assert engine.generate([5] * 33, 2).miss_reason == "", (
+            "a prompt without a miss must have no miss reason"
+        )
         assert engine.generate([5] * 32, 2).miss_reason == ""
         assert engine.generate(PROMPT, 2, "baseline").miss_reason == "bypassed"
         assert engine.generate([5] * 33, 2, prompt_logprobs=0).miss_reason == "bypassed"
@@ -246,7 +248,9 @@ def test_max_new_tokens_0_only_computes_the_prompt(engine):
     assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == 40
     whole = engine.generate([3] * 400, 0)
-    assert (whole.prompt_tokens, whole.generated_tokens) == (400, 0), "the context may be full"
+    assert (whole.prompt_tokens, whole.generated_tokens) == (400, 0), (
+        "a prompt may fill the context"
+    )
     assert_raises(RequestError, "401 tokens are more", engine.generate, [3] * 401, 0)
 
 

@@ -166,7 +166,7 @@ def test_the_notebook_runs_cell_by_cell(monkeypatch, tmp_path):
     text = output.getvalue()
     shown = text.split(END_OF_CELL)[:-1]
     assert len(shown) == len(cells)
-    assert all(one.strip() for one in shown), "a cell shows something"
+    assert all(one.strip() for one in shown), "a cell printed nothing"
     for expected in (
         "The metal of Worr camera is bronze.",
         "cached tokens: 0\nthe same tokens: True",

@@ -162,9 +162,9 @@ def _msvcrt() -> ModuleType:
     module.LK_UNLCK, module.LK_LOCK, module.LK_NBLCK = 0, 1, 2  # type: ignore[attr-defined]
 
     def locking(handle: int, mode: int, nbytes: int) -> None:
-        assert (mode, nbytes) == (2, 1), "other modes are not emulated"
+        assert (mode, nbytes) == (2, 1), "only mode 2 (LK_NBLCK) with 1 byte is emulated"
         at = os.lseek(handle, 0, os.SEEK_CUR)
-        assert at < 1 << 31, "the C library's positions have 31 bits"
+        assert at < 1 << 31, "positions in the C library have 31 bits"
         # Another handle could not read a locked byte.
         assert at > 1 << 30 or os.fstat(handle).st_size <= at
         try:

@@ -48,5 +48,5 @@ def assert_ticks_go_on(work: Callable[[], object]) -> None:
     times = times_of_ticks(work)
     duration = times[-1] - times[0]
     gap = float(np.diff(times).max())
-    assert duration > SHORTEST, "too short to tell"
+    assert duration > SHORTEST, "the work is too short for this test"
     assert gap < duration / 2

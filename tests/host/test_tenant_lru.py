@@ -17,7 +17,7 @@ def test_a_root_keeps_its_newest_values_within_its_bytes():
     for number in range(20):
         store.keep(b"me", b"root", "used", -1, 10)
         store.keep(b"me", b"root", f"{number}", number, 10)
-        assert store.find(b"root", "used") == -1, "used just now, so the others go"
+        assert store.find(b"root", "used") == -1, "the most recently used value must not be evicted"
         assert store.num_bytes <= ROOT_BYTES + 100
     assert [number for number in range(20) if store.find(b"root", f"{number}") == number] == list(
         range(11, 20)
@@ -91,7 +91,7 @@ def test_a_value_expires_even_if_it_was_used():
     assert (store.values(b"root"), store.num_bytes) == ([2], ROOT_BYTES + 10)
     store.keep(b"me", b"root", "b", 3, 10)
     now = 17.0
-    assert store.peek(b"root", "b") == 3, "it was kept once more"
+    assert store.peek(b"root", "b") == 3, "a value that was stored again must not expire"
     now = 22.0
     store.expire()
     assert store.num_bytes == 0
@@ -101,7 +101,7 @@ def test_the_number_of_values_per_root_is_bounded():
     store = Store(max_root_values=2)
     for number in range(3):
         store.keep(b"me", b"root", number, number, 10)
-        assert store.peek(b"root", 0) in (0, None), "that is no use of it"
+        assert store.peek(b"root", 0) in (0, None), "peek must not count as a use"
     assert store.values(b"root") == [1, 2]
     assert store.drop(b"root", 1)
     assert not store.drop(b"root", 1)
@@ -162,7 +162,7 @@ def test_random_operations_equal_the_reference(seed):
         for at in gone:
             same_root = at[:2] == (owner, root)
             assert same_root or at[0] == owner or before[at[0]] >= most / 4, (
-                "it had less than an equal part"
+                "an owner below its equal share lost a value"
             )
             del known[at]
         assert {at: store._roots[bytes(at[:2])].entries[at[2]] for at in known} == known

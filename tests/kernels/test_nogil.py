@@ -50,5 +50,5 @@ def test_python_threads_run_during_a_prefill():
     stop.set()
     ticker.join()
     quarter = (end - start) / 4
-    assert quarter > 0.02, "too short to tell"
+    assert quarter > 0.02, "the kernel call is too short for this test"
     assert any(start + quarter < moment < end - quarter for moment in times)

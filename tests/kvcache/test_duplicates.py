@@ -34,9 +34,11 @@ def test_duplicate_blocks_are_replaced_by_published_ones():
     progress = manager.progress
     manager.commit(second, tokens, 10)
     assert second.block_ids[:2] == first.block_ids[:2]
-    assert second.block_ids[2] != first.block_ids[2], "which is not full"
+    assert second.block_ids[2] != first.block_ids[2], (
+        "a block that is not full must not be replaced"
+    )
     assert (manager.drain_released(), manager.used_block_count) == (own, 4)
-    assert manager.progress > progress, "there is room now"
+    assert manager.progress > progress, "progress must show that blocks became available"
     manager.free(first)
     take_all(manager)
     assert manager.peek([*tokens[:8], 99], ROOT) == 8
@@ -62,7 +64,7 @@ def test_replayed_blocks_stay_published_while_their_table_lives():
     take_all(manager)
     following = manager.open_table([*tokens, 1], ROOT)
     assert following.block_ids == again.block_ids, (
-        "the last one, which is new, hangs on the six before"
+        "the recomputed last block must follow the six published ones"
     )
     manager.check_invariants([again, following])
 

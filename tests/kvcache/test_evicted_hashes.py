@@ -12,7 +12,7 @@ def test_the_latest_hashes_are_remembered():
             dropped.add([name])
             known = [other in dropped for other in names[:count]]
             assert least <= sum(known) < 2 * least + 1 or all(known)
-            assert known == sorted(known), "the oldest are forgotten first"
+            assert known == sorted(known), "the oldest hashes must be dropped first"
     dropped.add([])
     assert names[-1] in dropped
 

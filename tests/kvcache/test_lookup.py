@@ -41,7 +41,7 @@ def test_whole_blocks_exclude_the_last_tokens_block(length, served, served_whole
         table = manager.open_table(tokens, ROOT)
         assert table.num_cached_tokens == table.num_computed_tokens == expected
         assert manager.extend(table, length) == [] or not whole, (
-            "nothing is copied, nothing rewritten"
+            "no block may be copied or rewritten"
         )
         assert manager.cow_copies == 0
         manager.commit(table, tokens, length)
@@ -49,7 +49,7 @@ def test_whole_blocks_exclude_the_last_tokens_block(length, served, served_whole
         manager.free(table)
         manager.check_invariants([])
         assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, (
-            "all of it is there for longer prompts"
+            "all full blocks must be cached for longer prompts"
         )
 
 
@@ -104,8 +104,8 @@ def test_the_memory_of_evictions_is_bounded(monkeypatch):
     manager = KVCacheManager(2, BLOCK)
     for number in range(100):
         compute(manager, [number] * 32)
-    assert len(manager._lookup._forgotten) == 4, "what the policy learns from"
-    assert reason(manager, [95] * 32) == "evicted", "8 pools of evictions are remembered"
+    assert len(manager._lookup._forgotten) == 4, "the policy must remember four evicted hashes"
+    assert reason(manager, [95] * 32) == "evicted", "evictions of 8 pools must be remembered"
     assert reason(manager, [0] * 32) == "first_seen"
 
 
@@ -132,7 +132,7 @@ def test_freed_unmatchable_blocks_are_reported_once():
     fork = manager.fork(table)
     tail = table.block_ids[2]
     manager.free(table)
-    assert manager.drain_released() == [], "the fork still holds the tail"
+    assert manager.drain_released() == [], "the tail must not be released while the fork holds it"
     manager.free(fork)
     assert manager.drain_released() == [tail]
     assert manager.drain_released() == []

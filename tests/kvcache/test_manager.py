@@ -87,7 +87,7 @@ def test_unused_blocks_after_the_tokens_are_released():
     manager.extend(table, 5 * B)
     manager.shrink(table, 2 * B + 2)
     assert (len(table), manager.free_block_count) == (3, 5)
-    assert manager.progress > progress, "whoever found no room may look again"
+    assert manager.progress > progress, "progress must show that blocks became available"
     assert len(manager.drain_released()) == 2
     assert len(manager.drain_new_blocks()) == 3
     manager.shrink(table, 2 * B + 2)

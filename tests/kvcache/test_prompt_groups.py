@@ -19,7 +19,7 @@ from kvboost_edge.kvcache.prompt_groups import (
 def test_find_common_chunk_prefix_of_prompts():
     find = find_common_chunk_prefix
     assert find([], 4) == 0
-    assert find([[1, 2, 3]], 4) == 3, "one prompt: its length"
+    assert find([[1, 2, 3]], 4) == 3, "the prefix of a single prompt must be its length"
     assert find([[1, 2, 3, 4, 5]] * 3, 2) == 4
     assert find([[1, 2, 3, 4, 5], [1, 2, 3, 9, 5]], 2) == 2
     assert find([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]], 2) == 4

@@ -45,7 +45,9 @@ def test_retained_blocks_survive_a_scan_until_they_expire():
     for _ in range(3):
         run(manager, plain)
     scan(manager, 200)
-    assert (cached(manager, kept), cached(manager, plain)) == (4, 4), "it was used again"
+    assert (cached(manager, kept), cached(manager, plain)) == (4, 4), (
+        "the prompt that was reused must stay cached"
+    )
     scan(manager, 200, times=2)
     assert (cached(manager, kept), cached(manager, plain)) == (4, 0)
     manager.pins.expire(99.9)
@@ -53,7 +55,7 @@ def test_retained_blocks_survive_a_scan_until_they_expire():
     assert (cached(manager, kept), manager.pins.num_retained) == (4, 4)
     manager.pins.expire(100.0)
     assert (cached(manager, kept), manager.pins.num_retained) == (4, 0), (
-        "it goes when room is needed, not before"
+        "an expired prompt must stay cached until its blocks are needed"
     )
     manager.check_invariants([])
     scan(manager, 200, times=2)
@@ -72,7 +74,7 @@ def test_expiry_is_checked_once_a_second():
     assert manager.pins.num_retained == 0
     run(manager, [9] * B, ttl=11.5)
     manager.pins.expire(11.5)
-    assert manager.pins.num_retained == 0, "what ends sooner is looked for sooner"
+    assert manager.pins.num_retained == 0, "an earlier expiry must be checked earlier"
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, TenantFloors])
@@ -141,7 +143,7 @@ def test_a_reset_ends_retention():
     assert (manager.reset(), manager.pins.num_retained) == (6, 0)
     run(manager, [3] * 2 * B)
     run(manager, [4] * 6 * B)
-    assert cached(manager, [3] * 2 * B) == 2, "what can be found no more went first"
+    assert cached(manager, [3] * 2 * B) == 2, "blocks that cannot be matched must be evicted first"
     manager.pins.expire(1e12)
     manager.check_invariants([])
 

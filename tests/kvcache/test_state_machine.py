@@ -136,7 +136,7 @@ class PoolMachine(Asking):
         counts before it.
         """
         new = [b for b in seq.table.block_ids if b not in before]
-        assert all(refs[block_id] == 0 for block_id in new), "a block somebody holds was handed out"
+        assert all(refs[block_id] == 0 for block_id in new), "a block in use was allocated"
         self.forget_blocks(new)
         for index in indices:
             shared = refs[before[index]] > 1
@@ -245,11 +245,9 @@ class PoolMachine(Asking):
         for position, slot in enumerate(
             self.manager.slots(seq.table, seq.computed, seq.extended), seq.computed
         ):
-            assert refs[slot // self.size] == 1, (
-                "a block with more than one reference would be written"
-            )
+            assert refs[slot // self.size] == 1, "a block with several references would be written"
             assert all(block_id != slot // self.size for block_id, _ in self.cached.values()), (
-                "a published one too"
+                "a published block would be written"
             )
             self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
         before = seq.table.block_ids.copy()
@@ -281,7 +279,9 @@ class PoolMachine(Asking):
         if seq.uses_cache:
             go_over(seq, self.cached, before, num_full, self.size)
         else:
-            assert seq.table.block_ids == before, "it reads nothing but what it computed"
+            assert seq.table.block_ids == before, (
+                "a sequence without the cache must use only its own blocks"
+            )
 
     @precondition(lambda self: self.live)
     @rule(number=picks, count=st.integers(1, 9))

@@ -51,7 +51,9 @@ def test_an_installation_of_this_tree_is_up_to_date():
     origin = json.loads(distribution("kvboost-edge").read_text("direct_url.json") or "{}")
     if origin.get("url") != ROOT.as_uri():
         pytest.skip("the installed package is not this tree")
-    assert version("kvboost-edge") == checks.project_version(), "run make setup"
+    assert version("kvboost-edge") == checks.project_version(), (
+        "the installed version is outdated: run make setup"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "refs/tags/"])

@@ -170,7 +170,7 @@ def test_slower_replicas_get_fewer_requests(pool):
             handle.result(timeout=120)
         if computed(pool)[slow] > start:
             break
-    assert computed(pool)[slow] > start, "nothing was measured"
+    assert computed(pool)[slow] > start, "the slow replica must have answered a request"
     before = computed(pool)
     for prompt in prompts(50, 10, 200):
         pool.submit(prompt, **SAMPLING).result(timeout=120)

@@ -26,7 +26,7 @@ def test_a_request_cancelled_before_its_start_is_never_sent():
     sent = Named()
 
     def never(*_):
-        raise AssertionError("it was sent")
+        raise AssertionError("the request was sent")
 
     flight = Flight(
         sent, nothing, handle, nothing, choices=never, call=never, end=never, keep=never

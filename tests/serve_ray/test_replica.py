@@ -256,7 +256,7 @@ def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
             return [(one.matched_tokens, one.restored_tokens) for one in found]
 
         described = asyncio.run(a.ask(ReplicaCall(("a",), "describe")))
-        assert described.info.kv_spec.states, "by which the server knows that states count"
+        assert described.info.kv_spec.states, "the description must contain the state layout"
         blocks = [set(router.beliefs(who)) & set(chain_of(a, filled)[1].keys) for who in "ab"]
         assert blocks[0] == blocks[1]
         assert len(blocks[0]) == 22
@@ -372,7 +372,7 @@ def test_an_abandoned_call_cancels_its_later_requests(open_replica, monkeypatch)
         leaving = asyncio.ensure_future(call.aclose())
         while not cancelled:
             await asyncio.sleep(0.001)
-        assert not leaving.done(), "the call waits for the end of what it began"
+        assert not leaving.done(), "the call must not end before its computation"
         left.set()
         await leaving
 

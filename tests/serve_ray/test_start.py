@@ -247,7 +247,9 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
             assert found
             files = Path(found[0])
             assert files.is_dir()
-            assert files.stat().st_mode & 0o77 == 0, "others may look at them"
+            assert files.stat().st_mode & 0o77 == 0, (
+                "the directory must not be accessible to other users"
+            )
             assert files.parent in (Path(MEMORY_PLACE), Path("/tmp"))
             body = {
                 "prompt": "Count",

@@ -39,7 +39,7 @@ def test_default_values_of_flags():
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
     assert set(options.engine) == {"disk_cache_dir"}, (
-        "the engine chooses by its pool how many run together"
+        "the server must leave other options to the engine"
     )
     assert Path(options.engine["disk_cache_dir"]) == cache_directory() / "blocks"
     settings = options.settings
@@ -330,7 +330,9 @@ def test_the_help_lists_choices_and_defaults(capsys):
     assert "--recompute-strategy {none,selective,cacheblend,query}" in shown
     assert "--normalise, --normalize KINDS Changes by clients" in shown
     assert "Default: tools,arguments,billing,thinking" in shown
-    assert "'" not in shown.split("--normalize")[1].split("Limits:")[0], "no repr"
+    assert "'" not in shown.split("--normalize")[1].split("Limits:")[0], (
+        "the help must not show Python representations"
+    )
     for name, declared in command_options().items():
         last = sorted(declared.flags(name), key=len)[-1]
         described = shown.split(f"{last} ")[1]

@@ -171,7 +171,7 @@ def test_a_port_in_use_exits_with_1_and_one_line(live_server, kept_logging, capf
     told = capfd.readouterr().err
     assert "Traceback" not in told
     assert f"port={live_server.port}" in told.splitlines()[-1]
-    assert "loading" not in told, "the model was loaded first"
+    assert "loading" not in told, "the port must be checked before the model is loaded"
 
 
 def test_sigterm_during_loading_exits_with_0():

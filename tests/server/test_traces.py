@@ -150,7 +150,7 @@ def test_the_log_line_names_the_trace(traced, caplog):
 
 def test_tracing_off_imports_and_starts_nothing(tiny_engine, monkeypatch):
     def begun(*given):
-        raise AssertionError("a trace was begun")
+        raise AssertionError("a trace was started")
 
     monkeypatch.setattr(traces.Traces, "begin", begun)
     with serving(tiny_engine) as server, server.client() as client:

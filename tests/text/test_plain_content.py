@@ -289,7 +289,9 @@ def test_messages_and_tools_cannot_inject_template_markers(template):
         }
     assert found[FORGED] == found["x"]
     assert found["x"]["<tool_call>"] >= 1
-    assert sum(markers_in(ours, ours.encode(FORGED, False)).values()) == 5, "a raw prompt"
+    assert sum(markers_in(ours, ours.encode(FORGED, False)).values()) == 5, (
+        "a raw prompt must keep its markers"
+    )
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])

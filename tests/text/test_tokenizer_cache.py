@@ -126,7 +126,7 @@ def test_the_engine_caches_the_tokenizer(tiny_model_dir, tmp_path, monkeypatch):
     first = load_tokenizer(Checkpoint.open(path))
 
     def refuse(*_, **__):
-        raise AssertionError("built again")
+        raise AssertionError("the tokenizer was built again")
 
     monkeypatch.setattr("kvboost_edge.engine.build.gguf_tokenizer", refuse)
     second = load_tokenizer(Checkpoint.open(path))

@@ -62,7 +62,9 @@ def test_reported_events_add_up_to_the_contents(held, steps, few):
             assert found.is_whole is whole
             assert whole or (not set(found.came) & told and set(found.left) <= told)
             told = set(found.came) | (set() if whole else told - set(found.left))
-            assert told >= {hash_of(one) for one in held}, "what is there was told at once"
+            assert told >= {hash_of(one) for one in held}, (
+                "all stored blocks must be reported immediately"
+            )
             if not few:
                 assert told == {hash_of(one) for one in held}
         for _ in range(6):
@@ -102,7 +104,7 @@ def test_the_io_thread_reports_working_tiers_and_failures_once():
     held = io_thread.take_held()
     assert set(held["near"].came) == {hash_of(1), hash_of(2)}
     assert set(held) == {"near", "far", "closed"}
-    assert held["far"] == (True, (), ()), "of what failed nothing is believed any more"
+    assert held["far"] == (True, (), ()), "a failed tier must report that it holds nothing"
     assert not held["closed"].came
     assert set(io_thread.take_held()) == {"near", "closed"}
     near.blocks.clear()

@@ -28,8 +28,8 @@ def some(*shape, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("planted", "message"),
     [
-        (lambda: some(4, 4).double(), "float64, which an Apple GPU has not"),
-        (lambda: some(4, 4).to("cpu", torch.float64), "float64, which an Apple GPU has not"),
+        (lambda: some(4, 4).double(), "float64, which Apple GPUs do not support"),
+        (lambda: some(4, 4).to("cpu", torch.float64), "float64, which Apple GPUs do not support"),
         (lambda: some(4, 4).to(torch.complex64), "complex64"),
         (lambda: torch.zeros(3, dtype=torch.float64, device=DEVICE), "float64"),
         (
@@ -46,14 +46,14 @@ def some(*shape, dtype=torch.float32):
             "64-bit",
         ),
         (lambda: some(2, 4, 4) @ some(2, 4, 4).transpose(1, 2), "strided memory"),
-        (lambda: some(4) + torch.ones(4), "mixes the CPU's"),
+        (lambda: some(4) + torch.ones(4), "mixes tensors of the CPU"),
         (
             lambda: torch.nn.functional.scaled_dot_product_attention(
                 *[some(1, 2, 4, 8)] * 3, is_causal=True
             ),
             "scaled_dot_product|mul|other operators",
         ),
-        (lambda: some(1, 1).expand(1 << 16, 1 << 16).clone(), "no buffer holds"),
+        (lambda: some(1, 1).expand(1 << 16, 1 << 16).clone(), "exceeds a buffer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -55,8 +55,8 @@ def test_prefixes_are_found_where_they_are(trace):
 def test_lost_and_late_messages_and_a_death_cost_time_only(faults, trace):
     outcome, made = simulate(trace, REPLICAS, "ours", faults)
     assert outcome.num_done == len(trace)
-    assert outcome.stray == 0, "a request went to a replica that was gone"
-    assert outcome.unknown == 0, "when all was told, the router believed something else"
+    assert outcome.stray == 0, "a request was sent to a removed replica"
+    assert outcome.unknown == 0, "the router's beliefs are wrong after all messages arrived"
     assert len(made.alive) == REPLICAS - 2 * (faults.dies_at is not None)
 
 

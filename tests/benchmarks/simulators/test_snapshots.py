@@ -12,7 +12,7 @@ from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 def test_with_room_for_every_state_only_what_was_never_there_is_computed(name):
     run = replay(TRAFFIC[name], StateSizes(20_000, 1024, every_block=True), num_prompts=60)
     assert run.missing <= run.computed <= run.missing * 1.02, (
-        "a prompt that goes on from a state kept none before"
+        "a prompt recomputed tokens whose state must have been stored"
     )
     assert run.missing < run.prompts
 

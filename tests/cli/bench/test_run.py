@@ -133,7 +133,7 @@ def test_a_case_that_was_not_stored_is_skipped_by_name(bench, folder, monkeypatc
 )
 def test_invalid_options_are_refused_before_loading(argv, message, refused, monkeypatch):
     def looked_for(*given, **options):
-        raise AssertionError("a model was looked for")
+        raise AssertionError("a model was searched for")
 
     monkeypatch.setattr("kvboost_edge.cli.session.locate_model", looked_for)
     assert message in refused("bench", *argv)

@@ -242,7 +242,7 @@ def test_a_conversation_with_a_real_server(typed, printed):
         chat = ["chat", "--url", live.base_url, "--api-key"]
         out, refused = printed(*chat, KEYS[0], "-n", "8", "-s", "temperature=0")
         assert "admin" in refused, (
-            "one of several keys sees no figures of all, and the conversation goes on"
+            "/stats must be refused to one of several keys without ending the chat"
         )
         cached = [int(count) for count in re.findall(r"(\d+) from the cache", out)]
         assert len(cached) == 2

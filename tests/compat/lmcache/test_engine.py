@@ -83,7 +83,7 @@ def test_replaced_kv_may_have_another_dtype_and_shape(engine):
     assert equal(engine.retrieve(tokens)[0], words)
     engine.store(tokens, kv_slice(half, 4, 8), mask(4, 8), skip_existing=False)
     assert equal(engine.retrieve(tokens)[0], kv_slice(words, 0, 4)), (
-        "what makes up one answer is of one type"
+        "all chunks of one result must have one dtype"
     )
     assert equal(engine.retrieve(tokens, mask(4, 8))[0], kv_slice(half, 4, 8))
 
@@ -102,7 +102,7 @@ def test_nonblocking_stores_complete_in_order(engines):
     assert equal(engine.retrieve(tokens)[0], first)
     engine.store(tokens, first, skip_existing=False, blocking=False)
     engine.store(tokens, second, skip_existing=False)
-    assert equal(engine.retrieve(tokens)[0], second), "the later call counts"
+    assert equal(engine.retrieve(tokens)[0], second), "the later store must win"
 
 
 def test_returned_arrays_are_copies(engine):
@@ -145,7 +145,7 @@ def test_every_part_of_the_metadata_is_part_of_the_key(engines, backend, other):
     tokens = np.arange(8)
     engines().store(tokens, kv_of(tokens))
     assert engines().lookup(tokens) == (0 if backend == "memory" else 8), (
-        "an engine's memory is its own"
+        "engines must not share their memory stores"
     )
     neighbour = engines(**other)
     assert neighbour.lookup(tokens) == 0
@@ -169,7 +169,7 @@ def test_chunks_on_disk_survive_a_restart(tmp_path, engines):
     second = engines(backend=("memory", f"file://{tmp_path}/again"))
     assert second.lookup(tokens) == 11
     assert equal(second.retrieve(tokens)[0], kv_of(tokens))
-    assert second.stats()["memory"].blocks == 3, "and is in memory from then on"
+    assert second.stats()["memory"].blocks == 3, "chunks read from disk must be stored in memory"
 
 
 # bad arguments

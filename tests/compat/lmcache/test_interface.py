@@ -125,7 +125,7 @@ def test_store_by_position_and_keyword(engine):
         skip_existing=True,
         blocking=True,
     )
-    assert equal(engine.retrieve(TOKENS)[0], kv), "existing chunks stay"
+    assert equal(engine.retrieve(TOKENS)[0], kv), "existing chunks must stay"
     engine.store(TOKENS, kv_slice(other, 4, 10), mask, skip_existing=False)
     assert equal(kv_slice(engine.retrieve(TOKENS)[0], 4, 10), kv_slice(other, 4, 10))
     engine.store(TOKENS + 100, kv, blocking=False)

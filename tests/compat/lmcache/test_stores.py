@@ -43,7 +43,7 @@ def test_the_memory_store_is_a_bounded_lru():
     engine.store(b, kv_of(b))
     engine.retrieve(a)
     engine.store(c[:4], kv_of(c[:4]))
-    assert [engine.lookup(t) for t in (a, b, c)] == [8, 4, 4], "of b its tail"
+    assert [engine.lookup(t) for t in (a, b, c)] == [8, 4, 4], "the tail of b must be evicted first"
     engine.store(c, kv_of(c))
     assert [engine.lookup(t) for t in (a, b, c)] == [8, 0, 8]
     stat = engine.stats()["memory"]
@@ -114,7 +114,7 @@ def test_pinned_chunks_stay_until_every_pin_is_released():
     assert store.stat().bytes <= 500
     store.unpin(keys)
     refill()
-    assert store.holds(addresses) == 1, "pinned twice"
+    assert store.holds(addresses) == 1, "a chunk that was pinned twice must stay"
     store.unpin(keys[:1])
     store.unpin(keys)
     refill()
@@ -176,7 +176,7 @@ def test_chunks_of_a_failed_store_are_never_returned(lost, replace, tmp_path):
         chunk.data.tolist() for chunk in after[:expected]
     ]
     store.put(after, addresses, replace=False)
-    assert store.holds(addresses) == len(store.get(addresses)) == 3, "and is stored the next time"
+    assert store.holds(addresses) == len(store.get(addresses)) == 3, "the next store must succeed"
     store.close()
 
 

@@ -140,7 +140,7 @@ def test_clear_removes_a_sequence_from_chosen_backends(make):
     kept = np.arange(50, 58)
     for each in (tokens, kept):
         engine.store(each, kvcaches=kv_of(each))
-    assert engine.clear(tokens) == 4, "two chunks in two places"
+    assert engine.clear(tokens) == 4, "clear must remove two chunks from each of two backends"
     assert (engine.lookup(tokens), engine.lookup(kept)) == (0, 8)
     with pytest.raises(
         RequestError, match="disk cannot be cleared as a whole; pass the tokens to drop"

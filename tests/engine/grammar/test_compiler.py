@@ -62,7 +62,7 @@ def test_answers_of_random_logits_fit_their_schemas(engine, part):
             jsonschema_rs.validate(schemas[seed], value)
         else:
             assert result.finish_reason == "length"
-    assert finished >= 0.9 * len(schemas), "bounded values end"
+    assert finished >= 0.9 * len(schemas), "answers with bounded values must end"
 
 
 FITTED = {
@@ -242,7 +242,7 @@ def test_white_space_in_json_is_bounded(engine):
     )
     assert result.finish_reason == "stop"
     assert json.loads(result.output_text) == [1, 1, 1]
-    assert len(result.output_text) > 20, "it was wanted"
+    assert len(result.output_text) > 20, "the answer has little white space: the test shows nothing"
 
 
 def test_a_stop_string_ends_inside_a_grammar(engine):

@@ -129,7 +129,7 @@ def test_a_sequence_skips_steps_until_its_mask_is_ready(threads):
     other = bench.submit([4, 5, 6], 6)
     for _ in range(6):
         bench.step()
-    assert other.done, "others go on"
+    assert other.done, "other sequences must continue"
     assert len(sequence.token_ids) == 4
     parser.gate.set()
     end = time.monotonic() + 20
@@ -154,7 +154,7 @@ def test_the_engine_idles_during_mask_computation_and_cancels_at_once(monkeypatc
         assert handle.started(20)
         used = time.process_time()
         time.sleep(0.3)
-        assert time.process_time() - used < 0.15, "it does not spin"
+        assert time.process_time() - used < 0.15, "the engine must not spin"
         handle.cancel()
         assert handle.result(5).finish_reason == "cancelled"
         gate.set()

@@ -152,7 +152,7 @@ def test_states_that_do_not_fit_are_refused_before_packing(max_state_bytes, hybr
     monkeypatch.setattr(build, "available_on", lambda device: available)
     with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(
-            hybrid, progress=lambda *_: pytest.fail("it was packed"), **options
+            hybrid, progress=lambda *_: pytest.fail("the model was packed"), **options
         )
     assert str(caught.value) == refused
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
@@ -189,7 +189,7 @@ def test_max_state_bytes_without_states_is_refused_before_packing(tmp_path, monk
             path,
             runner="native",
             weights="int8",
-            progress=lambda *_: pytest.fail("it was packed"),
+            progress=lambda *_: pytest.fail("the model was packed"),
             max_state_bytes=1 << 20,
         )
     assert not (tmp_path / "cache" / "packed").exists()
@@ -205,7 +205,7 @@ def test_the_onnx_runners_kv_copies_count_in_the_memory_plan(tmp_path, monkeypat
     refused = _fit(path, fit.needed - 1, num_blocks=400).refusal
     assert "+ the same for the onnx runner's copies exceed memory" in refused
     monkeypatch.setattr(build, "available_on", lambda device: fit.needed - 1)
-    monkeypatch.setattr(build, "_load_runner", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(build, "_load_runner", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(path, num_blocks=400)
     assert str(caught.value) == refused

@@ -115,7 +115,7 @@ def test_less_than_one_context_is_refused_before_loading(overhead, monkeypatch):
     )
     bound = overhead.nbytes + info.weight_bytes + context - 1
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_load_runner", lambda *_: pytest.fail("it was loaded"))
+        patch.setattr(build, "_load_runner", lambda *_: pytest.fail("the model was loaded"))
         with pytest.raises(CapacityError) as caught:
             CPUPagedEngine.from_pretrained(DEMO, max_memory=bound)
     said = str(caught.value)

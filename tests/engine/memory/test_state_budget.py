@@ -241,7 +241,7 @@ def test_an_engine_reports_its_maximum_draft_length():
         engine.generate(text, max_new_tokens=40)
         assert engine.generate(text, max_new_tokens=40, max_draft_tokens=31).drafted_tokens > 0
         request = engine._builder.read(text, {"max_draft_tokens": 31})
-        assert request.max_draft_tokens == 3, "no more is proposed than can be tried"
+        assert request.max_draft_tokens == 3, "the draft length must not exceed the draft rows"
         assert engine._builder.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
     parts = hybrid_parts(64, 12, num_draft_rows=0)
     config = EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
@@ -249,7 +249,7 @@ def test_an_engine_reports_its_maximum_draft_length():
         assert engine.paged_stats()["max_draft_tokens"] == 0
         assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
         assert engine.paged_stats()["draft_bytes"] == 0, (
-            "nothing is remembered for drafts that cannot be"
+            "without draft rows, no text may be stored for drafts"
         )
         with pytest.raises(
             RequestError,

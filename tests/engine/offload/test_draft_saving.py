@@ -126,7 +126,7 @@ def test_another_draft_model_or_none_hits_the_same_blocks(kind, drafts):
         assert draft_runner(bench).computed >= len(turn)
     again = drafting_bench(kind, tiers=[tier])
     ask(again, [*turn, 8], 4, DRAFTS)
-    assert restored(again) == 6, "the first one's records are still there"
+    assert restored(again) == 6, "the records of the first draft model must stay"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -183,7 +183,9 @@ def test_a_damaged_draft_record_affects_only_its_block(kind):
     assert_all_accepted(bench)
     assert restored(bench) == 5
     assert draft_runner(bench).computed <= SIZE + len(turn) + 1 - 96 + 20
-    assert len(draft_records(tier, own_records(kind))) >= 6, "it is stored again"
+    assert len(draft_records(tier, own_records(kind))) >= 6, (
+        "the damaged record must be stored again"
+    )
 
 
 def test_unsaved_draft_kv_is_stored_before_eviction(monkeypatch):
@@ -195,7 +197,7 @@ def test_unsaved_draft_kv_is_stored_before_eviction(monkeypatch):
     monkeypatch.setattr(bench.core.tiering, "save_more", lambda: False)
     bench.ask(text, 9, terms=DRAFTS)  # later steps find the blocks of the first ones
     bench.ask(prompt(2, 120), 4, terms=PLAIN_TERMS)
-    assert len(tier.blocks) == 8, "each block and its record of the draft model"
+    assert len(tier.blocks) == 8, "each block must be stored with its record of the draft model"
     again = drafting_bench(PLAIN, tiers=[tier])
     ask(again, [*text, 9], 20, DRAFTS)
     assert_all_accepted(again)

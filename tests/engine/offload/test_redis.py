@@ -140,7 +140,9 @@ def test_a_branching_prompt_is_restored_up_to_the_branch(model, server):
     branch = [*TOKENS[:90], *TOKENS[:50]]
     with model.engine(None) as alone, model.engine(server) as two:
         np.testing.assert_array_equal(two.logits(branch, start=80), alone.logits(branch, start=80))
-        assert redis_of(two)["read_blocks"] == 5, "five blocks, or four and the state after them"
+        assert redis_of(two)["read_blocks"] == 5, (
+            "five blocks, or four blocks and their state, must be read"
+        )
 
 
 def test_another_engine_restores_the_whole_previous_turn(model, server):
@@ -218,7 +220,7 @@ def test_lost_or_damaged_records_only_cost_time(model, server, client, what, num
         assert (redis_of(three)["read_blocks"], redis_of(three)["refused"]) == (
             model.num_read,
             0,
-        ), "it was kept again"
+        ), "the missing records must be stored again"
 
 
 def test_records_under_another_secret_are_refused(model, server, client, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_readers_blocks_are_lost_or_stored_when_it_becomes_owner(tmp_path):
             assert not tier_of(reader)["writable"]
             assert "stores nothing" in tier_of(reader)["state"]
             lost = reader.paged_stats()["lost_blocks"]
-            assert 6 <= lost <= 12, "not the blocks that the owner stored"
+            assert 6 <= lost <= 12, "only blocks that the owner did not store may be lost"
         wait_until(lambda: tier_of(reader)["writable"], "the reader to take over", 5)
         ask(reader, [3, *PROMPT])
         wait_until(lambda: tier_of(reader)["blocks"] == 24 - lost, "its pool to be stored")

@@ -52,11 +52,13 @@ def test_a_stored_state_is_not_copied_again(monkeypatch):
     states = one.bench.manager.states
     for block_id in states.slots.snapshots():
         states.slots.drop(block_id)
-    assert computed_by(one.bench, PROMPT)[0] == 100, "its state is kept once more"
+    assert computed_by(one.bench, PROMPT)[0] == 100, (
+        "the prompt must be recomputed, so that its state is stored again"
+    )
     assert len(states.slots.snapshots()) == 1
     pool = one.bench.parts.backend.states
     monkeypatch.setattr(
-        pool, "read_slots", lambda slots: pytest.fail("what is there already was copied")
+        pool, "read_slots", lambda slots: pytest.fail("a stored state was copied again")
     )
     assert one.save(None) == 0
 

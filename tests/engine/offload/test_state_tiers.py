@@ -58,8 +58,8 @@ def test_blocks_are_restored_up_to_the_deepest_state(knows, length, blocks):
     computed, result = computed_by(bench_of(tiers=[tier]), prompt)
     assert result.hit_tokens == ({"pool": 0, "shelf": 16 * blocks} if blocks else {"pool": 0})
     assert computed == len(prompt) - 16 * blocks
-    assert tier.num_read == (blocks + 1 if blocks else 0), "the blocks and one state"
-    assert tier.num_asked == (not knows), "once, where it cannot say without"
+    assert tier.num_read == (blocks + 1 if blocks else 0), "the blocks and one state must be read"
+    assert tier.num_asked == (not knows), "a tier without an index must be asked once"
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -89,7 +89,9 @@ def test_lost_or_damaged_records_only_cost_time(knows, how, gone, cached):
         assert (result.matched_tokens, result.miss_reason) == (96, "state")
     assert computed_by(bench, PROMPT)[0] == 4
     computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damaged records after the lost ones
-    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
+    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, (
+        "the missing records must be stored again"
+    )
 
 
 def without_states(tier, *numbers):
@@ -211,7 +213,7 @@ def test_a_lost_first_block_ends_the_lookup(gone, monkeypatch):
     tier.drop([block(1), *map(state, gone)])
     bench = bench_of(tiers=[tier])
     monkeypatch.setattr(
-        tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read")
+        tier, "read", lambda blocks, into: pytest.fail("a block was read without those before it")
     )
     computed, result = computed_by(bench, PROMPT)
     assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
@@ -264,7 +266,7 @@ def test_a_request_waits_for_a_load_only_if_it_may_bring_its_state(knows, monkey
         deliver(piece)
     bench.step()
     assert len(bench.scheduler.loads) == 1 + knows, (
-        "the third wants what the first one's load brings"
+        "the third request must wait for the load only if it may restore its state"
     )
     monkeypatch.undo()
     deliver(last)

@@ -61,5 +61,5 @@ def test_different_engines_share_a_directory_but_no_blocks(models, tmp_path):
             assert sum(path.stat().st_size for path in root.glob("*/*.kvs")) <= CAP
     assert sum(path.is_dir() for path in root.iterdir()) == len(ENGINES)
     assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), (
-        "the cap was never met"
+        "the size limit was never reached"
     )

@@ -84,7 +84,9 @@ def test_a_miss_names_the_tiers_that_evicted_its_block():
     assert dropped(DictTier(), other) == ("first_seen", ())
     assert dropped(full, PROMPT, other) == ("evicted", ("pool",))
     assert dropped(DictTier(), PROMPT, other) == ("evicted", ("pool", "shelf"))
-    assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
+    assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), (
+        "only the tier can have evicted the block"
+    )
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,9 @@ def test_forged_block_hashes_read_no_other_prefix():
         bench.run()
         cached = [bench.answer(handle).cached_tokens for handle in handles]
         assert cached[0] == (64 if lie is PROMPT else 0)
-        assert bench.ask(PROMPT, 8).hit_tokens == {"pool": 64}, "what was read has its own name"
+        assert bench.ask(PROMPT, 8).hit_tokens == {"pool": 64}, (
+            "the blocks that were read must have their own hashes"
+        )
 
 
 def test_too_many_block_hashes_are_refused():

@@ -23,7 +23,7 @@ def test_the_store_keeps_the_latest_answer_of_each_root():
         None,
     )
     store.keep(A, A, "x" * (1 << 20), [1])
-    assert store.find(A, "x" * (1 << 20)) is None, "too large for all of it"
+    assert store.find(A, "x" * (1 << 20)) is None, "an answer above the limit must not be stored"
     for text, ids in (("", [1]), ("y", [])):
         store.keep(A, A, text, ids)
         assert store.find(A, text) is None
@@ -98,7 +98,9 @@ def test_the_next_turn_of_a_chat_hits_the_whole_last_turn():
             ]
             kept = engine.kept_answers(tenant="a").find(first.output_text)
             assert kept == list(first.output_token_ids)
-            assert engine.kept_answers().find(first.output_text) is None, "another tenant's"
+            assert engine.kept_answers().find(first.output_text) is None, (
+                "an answer must not be found by another tenant"
+            )
             size = engine.config.block_size
             full = (first.prompt_tokens + first.generated_tokens - 1) // size * size
             other = engine.generate(chat, 1, tenant="b")
@@ -106,7 +108,7 @@ def test_the_next_turn_of_a_chat_hits_the_whole_last_turn():
             if again.prompt_tokens != other.prompt_tokens:
                 missed += 1
                 assert again.cached_tokens == full
-        assert missed, "some of what was sampled is not what the tokenizer would write"
+        assert missed, "no answer differs from its tokenization: the test shows nothing"
 
 
 def test_many_salts_do_not_evict_another_tenants_answers():
@@ -118,7 +120,7 @@ def test_many_salts_do_not_evict_another_tenants_answers():
             engine.kept_answers(tenant="b", cache_salt=str(number)).keep("text", range(200_000))
         assert engine.kept_answers(tenant="b", cache_salt="89").find("text") is not None
         assert engine.kept_answers(tenant="b", cache_salt="0").find("text") is None, (
-            "all together have a bound"
+            "the salts of a tenant must share one limit"
         )
         assert kept is not None
         assert engine.kept_answers(tenant="a").find(text) == kept

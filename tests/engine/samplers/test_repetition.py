@@ -181,5 +181,7 @@ def test_bad_words_are_never_completed():
     for options in ({"temperature": 0.0}, {"temperature": 0.1}, {"top_n_sigma": 1.0}):
         sampler = make_sampler(SamplingParams.from_options(**options), 0, words=words)
         assert sampler(logits, [1, 5], 1) == 5
-        assert sampler(logits, [1, 5], 2) in (5, 6), "the prompt does not begin a bad word"
+        assert sampler(logits, [1, 5], 2) in (5, 6), (
+            "the prompt must not count as the start of a bad word"
+        )
         assert sampler(logits, [3], 1) != 3

@@ -36,7 +36,7 @@ def test_background_lines_do_not_slow_down_a_stream(prompt, num_lines):
     late = [seconds for _, seconds in bench.steps if seconds > 1.75 * alone + 0.05]
     assert len(late) <= 0.01 * len(bench.steps)
     assert len(bench.steps) < num_lines * (40 + prompt), (
-        "lines are computed together, not one by one"
+        "lines must be computed together, not one by one"
     )
     for line in lines:
         assert bench.answer(line).generated_tokens == 40
@@ -47,7 +47,9 @@ def test_idle_lines_run_only_without_others():
     lines = [bench.submit(prompt_of(i, 100), 40, terms=IDLE) for i in range(3)]
     for _ in range(10):
         bench.step()
-    assert bench.steps[-1][0].sequences == 3, "nothing else runs"
+    assert bench.steps[-1][0].sequences == 3, (
+        "all idle lines must run if there are no other requests"
+    )
     stream = bench.stream(30)
     before = [line.progress().computed for line in lines]
     bench.step()
@@ -107,7 +109,7 @@ def test_a_request_does_not_wait_for_a_background_prefix(kind):
     for _ in range(16):
         bench.step()
     assert handle.done
-    assert handle.result(0).cached_tokens >= 32, "what the line had computed is used"
+    assert handle.result(0).cached_tokens >= 32, "the blocks computed by the line must be reused"
     assert not stream.done
     bench.run()
     for one in (line, stream, handle):
@@ -139,7 +141,7 @@ def test_background_work_is_not_charged_to_its_tenant():
         bench.step()
         order += [t for t, handles in others.items() if all(one.done for one in handles)]
     assert set(order) == {"a", "b"}
-    assert max(map(order.count, "ab")) <= 12, "both end at about the same time"
+    assert max(map(order.count, "ab")) <= 12, "both tenants must end at about the same time"
     assert not all(line.done for line in lines)
 
 
@@ -150,7 +152,7 @@ def test_background_lines_run_after_every_priority():
     bench.step()
     while not late.done:
         bench.step()
-    assert not any(line.done for line in lines), "background comes after every priority"
+    assert not any(line.done for line in lines), "background lines must run after every priority"
 
 
 @pytest.mark.parametrize(

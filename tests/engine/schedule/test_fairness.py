@@ -60,7 +60,7 @@ def test_a_short_request_does_not_wait_for_another_tenants_batch():
     for _ in range(3):
         bench.step()
     assert handle.done
-    assert bench.scheduler.num_preemptions == 1, "one of a's made room"
+    assert bench.scheduler.num_preemptions == 1, "one request of tenant a must be preempted"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -117,7 +117,7 @@ def test_a_long_answer_is_preempted_and_ends_unchanged():
         bench.step()
         if bench.computed.total() > 400 and not seen:
             seen = {t: bench.computed[t.encode()] for t in "ab"}
-    assert min(seen.values()) > 40, "both went on before either was done"
+    assert min(seen.values()) > 40, "both answers must progress before one is finished"
     assert bench.scheduler.num_preemptions >= 1
     for i, handle in enumerate(long):
         assert list(handle.result().output_token_ids) == expected_tokens([i] * 40, 400)

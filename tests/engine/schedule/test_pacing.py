@@ -19,7 +19,7 @@ def test_streams_keep_their_pace_during_a_long_prompt(streams, noise):
         bench.step()
     late = 0
     for shape, seconds in bench.steps:
-        assert shape.sequences >= streams, "each stream has its token in every step"
+        assert shape.sequences >= streams, "each stream must get a token in every step"
         alone = machine(StepShape(shape.sequences, shape.decode_depth))
         late += seconds > 2 * alone + 0.05
     assert late <= 0.01 * len(bench.steps)

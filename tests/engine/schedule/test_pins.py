@@ -55,7 +55,9 @@ def test_a_pinned_prompt_survives_a_flush(engine):
     assert hits(engine) == 32
     computed = runner_of(engine).computed
     assert engine.pin(PROMPT).chunks_stored == 1
-    assert runner_of(engine).computed == computed + 8, "of what is cached only the rest is computed"
+    assert runner_of(engine).computed == computed + 8, (
+        "only the part that is not cached must be computed"
+    )
     assert (engine.unpin(PROMPT), engine.unpin(PROMPT)) == (2, 0)
     flush(engine)
     assert hits(engine) == 0
@@ -77,7 +79,7 @@ def test_warm_and_submit_can_pin(engine):
     engine.warm("x" * 40, pin=True)
     assert engine.unpin("x" * 40) == 2
     engine.submit(PROMPT, pin=True, max_new_tokens=30).result(30)
-    assert engine.unpin(PROMPT) == 2, "the prompt, not what was generated"
+    assert engine.unpin(PROMPT) == 2, "the prompt must be pinned, not the generated tokens"
 
 
 def test_a_pin_expires_while_the_engine_is_idle(clock):
@@ -86,7 +88,7 @@ def test_a_pin_expires_while_the_engine_is_idle(clock):
         bench.ask(prompt, 2, pin=True, ttl=ttl)
     assert bench.manager.pins.num_blocks == 6
     clock[0] += 5
-    assert not bench.step(), "nothing to compute"
+    assert not bench.step(), "the engine must be idle"
     assert (bench.manager.pins.num_blocks, bench.manager.pins.next_end) == (4, 150.0)
     clock[0] += 1e6
     bench.step()
@@ -112,7 +114,7 @@ def test_pins_beyond_the_limit_are_refused_before_prefill(engine):
     engine.pin([2] * 96)
     assert_raises(CapacityError, "4 more blocks cannot be pinned", engine.pin, [3] * 64)
     assert engine.paged_stats()["pinned_blocks"] == 6
-    assert hits(engine, [3] * 64) == 63, "what was computed for it is cached all the same"
+    assert hits(engine, [3] * 64) == 63, "the tokens must be cached, although they are not pinned"
     with (
         fake_engine(max_pinned_blocks=0) as other,
         pytest.raises(CapacityError, match="max_pinned_blocks=0"),
@@ -130,7 +132,7 @@ def test_expected_reuse_counts_as_reuse():
         engine.generate(PROMPT, 2)
         assert sum(flags) == 0
         engine.generate([7] * 40, 2, expect_reuse=True)
-        assert sum(flags) == 2 + 1, "with the block that was not full, which is nobody's by now"
+        assert sum(flags) == 2 + 1, "the two full blocks and the partial one must count as reused"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,9 @@ def test_a_running_request_ends_with_an_error_if_pins_grew(steps):
         bench.step()
     bench.manager.pins.add([3] * 96, bench.parts.root)
     other = bench.ask([1] * 100, 60)
-    assert handle.result(0).generated_tokens == other.generated_tokens == 60, "ten blocks are left"
+    assert handle.result(0).generated_tokens == other.generated_tokens == 60, (
+        "both requests must end normally in the remaining ten blocks"
+    )
     late = bench.submit([2] * 100, 60)
     for _ in range(steps):
         bench.step()
@@ -323,12 +327,14 @@ def test_prefix_pins_are_optional(clock):
     clock[0] += 6
     again = bench.submit(PROMPT, 2, terms={"pins": ((10, 60.0),)})
     bench.run()
-    assert (again.cached_tokens, again.pinned_tokens) == (32, 0), "no full block"
-    assert bench.manager.pins.num_blocks == 1, "the second block's time is over"
+    assert (again.cached_tokens, again.pinned_tokens) == (32, 0), (
+        "a prefix shorter than a block must not be pinned"
+    )
+    assert bench.manager.pins.num_blocks == 1, "the pin of the second block must have expired"
     large = bench.submit([7] * 160, 2, terms={"pins": ((160, 60.0), (32, 60.0))})
     bench.run()
     assert (large.result(0).finish_reason, large.pinned_tokens) == ("length", 32), (
-        "at most eight blocks are pinned"
+        "pins beyond the limit of eight blocks must be left out"
     )
     clock[0] += 60
     bench.ask([1], 1)

@@ -162,7 +162,7 @@ def test_progress_never_decreases_after_preemption():
         bench.step()
         seen.append(second.progress())
         lost += bench.scheduler.num_preemptions > before and not second.started(0)
-    assert lost, "it lost its blocks before its first token"
+    assert lost, "the request must be preempted before its first token"
     assert [one.computed for one in seen] == sorted(one.computed for one in seen)
     assert seen[-1].computed == 60
     assert second.result().preemptions

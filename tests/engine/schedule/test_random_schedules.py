@@ -452,7 +452,7 @@ def test_equal_prompts_finish_one_after_another():
     while not all(handle.done for handle in handles):
         bench.step()
         done.append(sum(handle.done for handle in handles))
-    assert len(done) == 15, "the budget is used to the last token"
+    assert len(done) == 15, "every step must use the whole token budget"
     assert done.index(next(count for count in done if count >= 8)) < 10, done
     assert done[4] >= 3, done
 
@@ -491,7 +491,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens(kind):
     first, second = map(bench.answer, handles)
     assert (first.preemptions, second.preemptions > 0) == (0, True)
     assert (bench.manager.hit_tokens, bench.manager.miss_tokens) == (0, 60), (
-        "its own blocks are no hits"
+        "a preempted request's own blocks must not count as hits"
     )
 
 

@@ -133,7 +133,7 @@ def test_choices_count_as_one_call_and_failures_as_none(clock):
     call(5.0)
     clock[0] += KEY_SECONDS - 1
     bench.step()
-    assert pins.num_retained == 4, "an hour after the last call"
+    assert pins.num_retained == 4, "retention must last an hour after the last call"
     clock[0] += 3
     bench.step()
     assert pins.num_retained == 0
@@ -214,7 +214,9 @@ def test_a_prompt_is_retained_for_its_retention_time(clock):
 
     bench.ask(HEAD, 40, terms={"retention": 86400.0})
     flush()
-    assert (cached(), bench.manager.pins.num_retained) == (64, 4), "the prompt, not its answer"
+    assert (cached(), bench.manager.pins.num_retained) == (64, 4), (
+        "the prompt must be retained, not its answer"
+    )
     clock[0] += 86399
     flush()
     assert cached() == 64

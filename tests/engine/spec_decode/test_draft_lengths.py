@@ -136,7 +136,9 @@ def test_accepted_tokens_earn_the_time_of_their_passes():
     credit.spend(3)
     spent = credit.balance
     credit.settle([7], 4)
-    assert credit.balance - spent < 7 / 4, "seven tokens of one sequence help the others little"
+    assert credit.balance - spent < 7 / 4, (
+        "seven accepted tokens of one sequence must earn less than 7/4"
+    )
 
 
 def test_deep_sequences_draft_less():

@@ -24,10 +24,10 @@ def test_prompt_lookup_proposes_what_followed_the_longest_match():
     assert proposed([*SAID, 7, *SAID[:5]]) == SAID[5:13]
     assert proposed([*SAID, 7, *SAID[:5]], most=2) == SAID[5:7]
     assert proposed([1, *SAID[:5], 50, 2, *SAID[1:5], 60, 3, *SAID[:5]])[:1] == [50], (
-        "the longer match, not the later"
+        "the longer match must win over the later one"
     )
     assert proposed([*SAID[:4], 50, 2, *SAID[:4], 60, 3, *SAID[:4]])[:1] == [60], (
-        "of equal ones the later"
+        "of equal matches, the later one must win"
     )
 
 
@@ -44,7 +44,9 @@ def test_prompt_lookup_resumes_after_a_replaced_word():
     assert drafter.propose(text, 4).token_ids == SAID[7:11]
     for _ in range(3):
         drafter.learn(4, 0)
-    assert drafter.propose([*text, 998], 4) is None, "it is another text by now"
+    assert drafter.propose([*text, 998], 4) is None, (
+        "no draft may be proposed after several rejections"
+    )
     assert drafter.propose([*text, 998, *SAID[20:24]], 4).token_ids == SAID[24:28]
 
 
@@ -67,7 +69,7 @@ def test_earlier_answers_are_proposed_to_their_tenant_only():
     assert proposed([1, 2, *SAID[:10]], memory=memory) == SAID[10:18]
     assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=b"b") is None
     assert proposed([1, 2, *SAID[:7]], memory=memory) is None, (
-        "eight tokens are the least that are looked for"
+        "a match in the history must have at least eight tokens"
     )
     memory.forget()
     assert proposed([1, 2, *SAID[:10]], memory=memory) is None
@@ -78,7 +80,7 @@ def test_the_longest_match_of_text_and_history_wins():
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
     assert proposed([*SAID[5:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [1000]
     assert proposed([*SAID[:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [2000], (
-        "of equal ones its own"
+        "of equal matches, the one in the text itself must win"
     )
 
 
@@ -169,11 +171,9 @@ def test_one_tenants_answers_are_not_drafted_for_another(engines):
     engine.generate(QUESTION, max_new_tokens=40, tenant="a")
     roots = set(memory._rings._roots)
     engine.generate(QUESTION, max_new_tokens=40, tenant="a", cache_salt="s")
-    assert len(set(memory._rings._roots) - roots) == 1, (
-        "a salt narrows this as it narrows the cache"
-    )
+    assert len(set(memory._rings._roots) - roots) == 1, "another salt must have a separate history"
     engine.generate(QUESTION, max_new_tokens=40, tenant="b", mode="baseline")
-    assert len(memory._rings._roots) == 2, "who bypasses the cache leaves nothing"
+    assert len(memory._rings._roots) == 2, "a request that bypasses the cache must not be stored"
     assert engine.reset_cache() >= 0
     assert not memory._rings._roots
 
@@ -217,7 +217,7 @@ def test_an_automaton_is_bounded_by_its_sequence():
     for count in (10, 1025, 4097, 5000):
         drafter.propose(list(range(count)), 4)
         assert memory.nbytes <= automaton_bytes(8192), (
-            "the power of two above what it will have at its end"
+            "the automaton must be sized for the sequence's maximum length"
         )
     drafter.release()
     assert memory.nbytes == 0
@@ -249,14 +249,18 @@ def test_draft_bytes_are_reported_while_requests_run():
         )
         assert engine.paged_stats()["draft_bytes"] == 0
         engine.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True)
-        assert max(seen) == automaton_bytes(1024), "while it runs"
+        assert max(seen) == automaton_bytes(1024), (
+            "the automaton must be counted while the request runs"
+        )
         rings = engine._scheduler.speculation.memory._rings.num_bytes
         assert engine.paged_stats()["draft_bytes"] == rings > 0, (
-            "what is done has given its own back"
+            "a finished request must release its automaton"
         )
         engine.reset_cache()
         handle = engine.submit([1, 2, 3], max_new_tokens=300, temperature=0, ignore_eos=True)
         next(iter(handle))
         handle.cancel()
         handle.result(60)
-        assert engine.paged_stats()["draft_bytes"] == 0, "a cancelled one has too"
+        assert engine.paged_stats()["draft_bytes"] == 0, (
+            "a cancelled request must release its automaton"
+        )

@@ -101,7 +101,7 @@ def test_a_model_is_tested_once_on_a_separate_engine(tests_run):
         assert_clean(engine)
     with engine_of() as engine:
         assert engine.check_reuse() == verdict
-    assert len(tests_run) == 1, "the verdict is stored for other processes"
+    assert len(tests_run) == 1, "the stored verdict must be used by other processes"
 
 
 def test_a_request_uses_the_stored_verdict(tests_run, caplog):
@@ -133,7 +133,7 @@ def test_another_processes_verdict_is_found_later(tests_run, monkeypatch):
         assert gate_of_reuse(engine) == "unchecked"
         now[0] = 10.0
         assert gate_of_reuse(engine) == "unchecked"
-        assert len(tokenized) == 1, "once, not at each look"
+        assert len(tokenized) == 1, "the material must be tokenized once, not at each check"
         now[0] = 15.0
         other.check_reuse()
         assert gate_of_reuse(engine) == "unchecked"
@@ -148,7 +148,7 @@ def test_a_failed_test_refuses_reuse_with_its_figures(tests_run, spoiled):
         assert engine.default_reuse_refusal is None
         assert not engine.check_reuse().passed
         assert "refused for this model" in engine.default_reuse_refusal
-        assert engine.reuse_refusal is None, "a request may repair more"
+        assert engine.reuse_refusal is None, "a request that recomputes more must not be refused"
         computed = runner_of(engine).computed
         calls = [
             lambda: engine.submit(PROMPT, mode=REUSE),
@@ -319,7 +319,9 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
             for check in report.checks
         )
         assert len(str(report).splitlines()) == 5
-        assert runner_of(engine).computed == 0, "the built-in text has an engine of its own"
+        assert runner_of(engine).computed == 0, (
+            "the built-in text must be tested on a separate engine"
+        )
         engine.warm(documents=[TEXT])
         own = engine.verify_correctness(
             [PROMPT], max_new_tokens=6, mode="chunk_kv_reuse", recompute_strategy="none"

@@ -194,7 +194,7 @@ def _check(name: str, args: Sequence[Any], leaves: list[torch.Tensor], held: lis
         leaf for leaf, is_held in zip(leaves, held, strict=True) if not is_held and leaf.dim()
     ]
     if strangers and name not in ("_to_copy", "copy_"):
-        raise Refused(f"{name} mixes the CPU's tensors with the GPU's")
+        raise Refused(f"{name} mixes tensors of the CPU and the GPU")
     for leaf in leaves:
         if isinstance(leaf, FakeMps):
             _check_tensor(name, leaf)
@@ -209,7 +209,7 @@ def _check(name: str, args: Sequence[Any], leaves: list[torch.Tensor], held: lis
     if _counting and name in _COUNTED:
         wide = [leaf for leaf in wide if _inner(leaf).abs().amax() >= _EXACT]
     if wide and name not in _MOVES:
-        raise Refused(f"{name} computes with 64-bit integers, which are indices alone")
+        raise Refused(f"{name} computes with 64-bit integers, which may only be indices")
     if name in _PRODUCTS and not all(leaf.is_contiguous() for leaf in leaves):
         raise Refused(f"{name} reads strided memory")
     if name == "linear" and not args[0].is_contiguous():
@@ -218,9 +218,9 @@ def _check(name: str, args: Sequence[Any], leaves: list[torch.Tensor], held: lis
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype in _FOREIGN:
-        raise Refused(f"{name} of {tensor.dtype}, which an Apple GPU has not")
+        raise Refused(f"{name} of {tensor.dtype}, which Apple GPUs do not support")
     if tensor.numel() * tensor.element_size() >= MOST_BYTES:
-        raise Refused(f"{name} of {tuple(tensor.shape)} {tensor.dtype}, which no buffer holds")
+        raise Refused(f"{name} of {tuple(tensor.shape)} {tensor.dtype}, which exceeds a buffer")
 
 
 class FakeMpsBackend(TorchBackend):

@@ -367,7 +367,7 @@ def run(
     kernels.attention(call.params, form, schedule)
     result = call.result()
     if call.touched_elsewhere():
-        raise AssertionError(f"{form} wrote outside of its rows")
+        raise AssertionError(f"{form} wrote outside its rows")
     return result
 
 

@@ -141,7 +141,7 @@ class Library:
             ctypes.sizeof(struct) for struct in (AttentionParams, WriteKVParams, CopyBlocksParams)
         ]
         if sizes != own:
-            raise TypeError(f"params.cuh has structs of {sizes} bytes, their mirror here {own}")
+            raise TypeError(f"the structs of params.cuh have {sizes} bytes, their mirrors {own}")
 
     def attention(self, params: AttentionParams, form: Form, schedule: Schedule) -> None:
         """Launch attention_mma or attention_wmma, followed by merge_splits if there are splits."""

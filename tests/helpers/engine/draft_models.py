@@ -94,7 +94,9 @@ class FakeHeadRunner(FakeDraftRunner):
         assert batch.joined is not None
         known = batch.joined.any(axis=1)
         self.unknown += np.count_nonzero(~known)
-        assert (batch.joined[known, 1] == batch.positions[known]).all(), "a state of another token"
+        assert (batch.joined[known, 1] == batch.positions[known]).all(), (
+            "the draft model got the hidden state of another token"
+        )
         starts = batch.layout.cu_seqlens_q
         for first, stop in itertools.pairwise(starts.tolist()):
             rows = np.arange(first + 1, stop)
@@ -110,11 +112,15 @@ class FakeHeadRunner(FakeDraftRunner):
         tokens, positions = self._read(layout, sequence, length)
         first = int(batch.positions[row]) - length + 1
         assert first % self.backend.spec.block_size == 0
-        assert (tokens != POISON).all(), "memory that was never written was read"
-        assert (positions == np.arange(first, first + length)).all(), "a token of another position"
+        assert (tokens != POISON).all(), "the runner read memory that was never written"
+        assert (positions == np.arange(first, first + length)).all(), (
+            "a slot holds a token of another position"
+        )
         assert batch.joined is not None
         if length > 1 and batch.joined[row].any():
-            assert batch.joined[row, 0] == 1 + tokens[-2], "a state of another token"
+            assert batch.joined[row, 0] == 1 + tokens[-2], (
+                "the draft model got the hidden state of another token"
+            )
         return self._logits(tokens) if first == 0 else token_logits(tokens)
 
 

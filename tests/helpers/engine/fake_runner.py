@@ -177,7 +177,7 @@ class FakeRunner:
         self.closed = False
 
     def bind(self, backend: Backend) -> None:
-        raise AssertionError("bound at construction")
+        raise AssertionError("the fake runner is bound at construction")
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
         if self.on_forward is not None:
@@ -237,7 +237,7 @@ class FakeRunner:
         _, stop = layout.cu_seqlens_q[sequence : sequence + 2]
         length = int(layout.seq_lens[sequence]) - (int(stop) - row) + 1
         tokens, positions = self._read(layout, sequence, length)
-        assert (tokens != POISON).all(), "memory that was never written was read"
+        assert (tokens != POISON).all(), "the runner read memory that was never written"
         assert (positions == np.arange(length)).all(), "a slot holds a token of another position"
         assert batch.positions[row] == length - 1
         if int(tokens[-1]) in self.nan_for:

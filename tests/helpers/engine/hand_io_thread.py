@@ -72,9 +72,7 @@ class DictTier:
         for address, payload in zip(blocks, payloads, strict=True):
             data = bytes(payload)
             known = self.blocks.setdefault(address.prefix_hash, (address, data))
-            assert known == (address, data), (
-                "equal addresses hold equal bytes, whoever computed them"
-            )
+            assert known == (address, data), "equal addresses must hold equal bytes"
             self.num_written += 1
         return len(blocks)
 

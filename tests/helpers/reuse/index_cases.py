@@ -86,9 +86,11 @@ class Offered:
         held = {block.block_id: block for block in self.blocks}
         end = start
         for run in found:
-            assert end <= run.prompt_start, "a run begins in the one before it, or before the start"
+            assert end <= run.prompt_start, (
+                "a run must not overlap the previous one or begin before the start"
+            )
             assert run.length >= least
-            assert run.prompt_stop < len(prompt), "the last token is covered"
+            assert run.prompt_stop < len(prompt), "a run must not cover the last token"
             assert run.delta == run.prompt_start - run.context
             positions = []
             for offset, (block_id, slot) in enumerate(stored(run).slots):

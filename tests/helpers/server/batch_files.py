@@ -34,7 +34,7 @@ def records_of(text: bytes | str) -> dict[str, dict[str, Any]]:
     content = text.encode() if isinstance(text, str) else text
     found = [json.loads(one) for one in content.splitlines()]
     by_id = {one["custom_id"]: one for one in found}
-    assert len(by_id) == len(found), "a line is answered at most once"
+    assert len(by_id) == len(found), "a line was answered twice"
     return by_id
 
 

@@ -90,7 +90,7 @@ def read(tier: DiskTier, blocks: Sequence[BlockAddress], nbytes: int = PAYLOAD_B
     into = [memoryview(bytearray(nbytes)) for _ in blocks]
     done = tier.read(blocks, into)
     for block, got in zip(blocks[:done], into, strict=False):
-        assert got == payload(block, nbytes), "a block was served with bytes that are not its own"
+        assert got == payload(block, nbytes), "a block was served with the bytes of another one"
     return done
 
 

@@ -54,7 +54,7 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
     for (sequence, row), partitions in done.items():
         position = int(batch.seq_lens[sequence] - lengths[sequence]) + row
         seen = range(max(0, position - window + 1) if window else 0, position + 1)
-        assert sorted(set(partitions)) == sorted(partitions), "no partition twice"
+        assert sorted(set(partitions)) == sorted(partitions), "no partition may occur twice"
         assert {token // PARTITION for token in (seen[0], seen[-1])} <= set(partitions)
         assert set(range(seen[0] // PARTITION, seen[-1] // PARTITION + 1)) <= set(partitions)
     assert sorted(splits) == list(range(plan.num_splits))
@@ -76,7 +76,7 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
             m.first_partition for m in members
         )
         partials.extend(range(members[0].first_partial, members[0].first_partial + len(members)))
-    assert sorted(partials) == list(range(plan.num_partials)), "partial results do not overlap"
+    assert sorted(partials) == list(range(plan.num_partials)), "partial results must not overlap"
     if threads == 1:
         assert plan.num_splits == 0
 
@@ -108,7 +108,7 @@ def test_decode_steps_share_plans(window, new):
         first = max(0, length - new - window + 1) // PARTITION if window else 0
         assert seen == list(range(first, (length - 1) // PARTITION + 1))
     assert len(plans) <= 4 * PARTITION // 64 + 4, (
-        "one for each tile, and where a partition falls behind the window"
+        "a new plan is needed only for each tile and for partitions that leave the window"
     )
 
 

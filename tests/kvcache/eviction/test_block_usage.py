@@ -25,7 +25,7 @@ def test_a_block_counts_as_reused_once_it_is_hit():
     assert used_again(manager, one) == [0, 0, 0]
     manager.free(prefill(manager, other))
     assert used_again(manager, one) == [1, 1, 0]
-    assert used_again(manager, other) == [1, 1, 0], "it branched off inside the other chain"
+    assert used_again(manager, other) == [1, 1, 0], "the shared head must count as reused"
     manager.free(prefill(manager, [*head, *[4] * 4]))
     assert used_again(manager, [*head, *[4] * 4]) == [1, 1, 0]
 

@@ -158,16 +158,18 @@ def test_single_use_blocks_beyond_their_share_are_evicted_first():
         order.put(key, b"", again=1)
     for key in "defghij":
         order.put(key, b"")
-    assert order.once_share == 1, "a tenth at first"
+    assert order.once_share == 1, "the initial share must be a tenth"
     assert order.oldest_first() == list("defghi" + "abc" + "j")
     order.missed(once=3, again=0)
     assert order.once_share == 4
     assert order.oldest_first() == list("def" + "abc" + "ghij")
     order.missed(once=0, again=100)
-    assert order.once_share == 1, "a tenth stays"
+    assert order.once_share == 1, "the share must stay at least a tenth"
     order.missed(once=100, again=0)
     assert order.once_share == 10
-    assert order.oldest_first() == list("abcdefghij"), "plain LRU"
+    assert order.oldest_first() == list("abcdefghij"), (
+        "with the largest share, the order must be plain LRU"
+    )
 
 
 def test_misses_of_evicted_blocks_adapt_the_shares():
@@ -177,7 +179,7 @@ def test_misses_of_evicted_blocks_adapt_the_shares():
         order.put(key, b"", again=int(key >= 90))
     order.take(100, b"")
     order.missed(once=0, again=2)
-    assert order.once_share == 100 - 2 * 3, "nine times more seldom: three times more"
+    assert order.once_share == 100 - 2 * 3, "the weight must be the root of the ratio of 9 to 1"
     order.missed(once=2, again=0)
     assert order.once_share == 100 - 2 * 3 + 2
 
@@ -199,7 +201,9 @@ def test_an_owners_recency_window_is_evicted_last():
     assert order.once_share == 4
     order.put(6, b"a", again=ONCE)
     order.remove(6)
-    assert order.oldest_first()[-2:] == [4, 5], "of a window of three one was removed"
+    assert order.oldest_first()[-2:] == [4, 5], (
+        "the window of three blocks must lose the removed block"
+    )
 
 
 def test_unknown_keys_are_errors():

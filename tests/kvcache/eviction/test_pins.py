@@ -41,8 +41,8 @@ def test_a_pinned_prompt_is_kept_until_unpinned():
     assert (cached(manager, [1] * 8), cached(manager, [2] * 8)) == (2, 0)
     manager.check_invariants([])
     before = manager.progress
-    assert manager.pins.end([1] * 11, ROOT) == 2, "the same full blocks"
-    assert manager.progress > before, "who found no room may try again"
+    assert manager.pins.end([1] * 11, ROOT) == 2, "the same full blocks must be unpinned"
+    assert manager.progress > before, "progress must show that blocks became available"
     assert manager.block_states().count(BLOCK_CACHED) == 2
     fill(manager)
     assert cached(manager, [1] * 8) == 0
@@ -163,7 +163,9 @@ def test_pin_shares_are_independent_and_reveal_nothing():
         assert pins.end([2] * 8, ROOT) == 2
         assert pins.add([4] * 8, ROOT, owner=b"one", share=0.5) == 2
     assert refusals[0] == refusals[1]
-    assert not {"24", "12"} & set(refusals[0][0].split()), "all there is tells how many share it"
+    assert not {"24", "12"} & set(refusals[0][0].split()), (
+        "the refusal must not show totals, which reveal the number of tenants"
+    )
 
 
 @pytest.mark.parametrize("number", [1, 3, 7, 49, 98])

@@ -144,6 +144,10 @@ def test_tenant_floors_order():
     for block_id in range(10):
         policy.put(block_id, matchable=True, owner=b"ab"[block_id // 5 : block_id // 5 + 1])
     assert (policy.protected(b"a"), policy.protected(b"b"), policy.protected(b"c")) == (3, 3, 6)
-    assert policy.take(6, b"b") == [10, 11, 0, 1, 5, 6], "two of a's, which then is at its floor"
-    assert policy.take(4, b"c") == [2, 3, 4, 7], "nothing is above the floors: the oldest"
+    assert policy.take(6, b"b") == [10, 11, 0, 1, 5, 6], (
+        "tenant a must lose two blocks and be at its floor"
+    )
+    assert policy.take(4, b"c") == [2, 3, 4, 7], (
+        "if no tenant is above its floor, the oldest blocks must be evicted"
+    )
     assert len(policy) == 2

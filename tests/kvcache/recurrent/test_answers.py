@@ -20,7 +20,7 @@ def test_an_answer_leaves_one_snapshot_that_moves():
         manager.check_invariants([table])
     assert kept == [*range(8, 37, B)]
     assert states_of(manager).slots.counts()["answer"] == 1
-    assert used == 3, "the prompt's, the answer's, and the one that is written"
+    assert used == 3, "slots must be used only for the prompt, the answer and the running state"
     manager.free(table)
     assert manager.peek([*tokens, 1], ROOT) == 36
 
@@ -72,7 +72,7 @@ def test_small_states_of_an_answer_are_checkpoints_except_the_last():
     assert manager.peek([99] * 9, ROOT) == 8
     last = table.block_ids[len(tokens) // B - 1]
     manager.free(table)
-    assert states.drain_kept() == [last], "of an answer one state goes to tiers"
+    assert states.drain_kept() == [last], "only one state of an answer must be stored in tiers"
     manager.check_invariants(())
 
 
@@ -155,7 +155,9 @@ def test_drafts_keep_an_answer_snapshot_that_frees_no_slot(fails):
         assert manager.peek(tokens, ROOT) == 2 * B
         tokens += range(6)
         run_pass(manager, table, tokens[: 4 * B])
-        assert manager.peek(tokens, ROOT) == 4 * B, "it moves on once the pass has another slot"
+        assert manager.peek(tokens, ROOT) == 4 * B, (
+            "the snapshot must move once the pass has another slot"
+        )
     manager.free(table)
     manager.check_invariants([])
     assert manager.peek(tokens, ROOT) == (2 if fails else 4) * B
@@ -204,7 +206,7 @@ def test_a_snapshot_shared_with_another_prompt_stays(
     states.drain_kept()
     if ends:
         manager.free(table)
-        assert block_id not in states.drain_kept(), "the other one's moves on"
+        assert block_id not in states.drain_kept(), "the snapshot of the other prompt must move on"
     else:
         sequence += range(B - 1)
         run_pass(manager, table, sequence)

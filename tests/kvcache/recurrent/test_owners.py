@@ -56,7 +56,7 @@ def test_one_owner_cannot_evict_anothers_share_of_slots(
         manager.check_invariants([])
     assert [manager.peek(tokens, ROOT) for tokens in quiet] == [2 * B] * 3
     assert states_of(manager).slots.num_free <= 1, (
-        "the other has all the rest, but for what it runs with"
+        "the other owner must get all other slots except its running one"
     )
 
 

@@ -101,7 +101,7 @@ def test_a_branch_point_is_kept_where_the_cached_kv_ends():
     assert rows(run_pass(manager, table, branch)) == [3 * B, 4 * B]
     assert states_of(manager).num_replayed == 3 * B
     assert manager.peek([*tokens[: 3 * B], 8], ROOT) == 3 * B, (
-        "behind the published block, not its equal"
+        "the state must belong to the published block, not to its duplicate"
     )
     manager.free(table)
     manager.check_invariants([])
@@ -159,8 +159,6 @@ def test_the_most_valuable_snapshot_gets_a_scarce_slot():
     manager = manager_of(num_slots=2)
     tokens = list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))
-    assert rows(kept) == [3 * B], (
-        "one slot is the sequence's own; the other one is for the prompt's end"
-    )
+    assert rows(kept) == [3 * B], "the only spare slot must be used for the end of the prompt"
     kept = cold(manager_of(num_slots=3, interval=2 * B), list(range(3 * B + 1)), hints=(B,))
-    assert rows(kept) == [B, 3 * B], "none for the backbone at 2 * B"
+    assert rows(kept) == [B, 3 * B], "the checkpoint at 2 * B must not get a slot"

@@ -68,7 +68,7 @@ def test_a_dropped_snapshot_stays_while_it_is_read():
     slots.drop(10)
     assert slots.of_block(10) is None
     assert slots.take() is None
-    assert slots.is_own(slot), "nobody else can find it any more"
+    assert slots.is_own(slot), "a dropped snapshot must not be shared again"
     slots.check([slot])
     slots.release(slot)
     assert slots.take() == slot
@@ -131,7 +131,7 @@ def test_unused_snapshots_age_and_are_evicted():
         kept(slots, 100 + count, BRANCH_POINT)
         if 10 not in blocks(slots):
             break
-    assert count == 8, "four of grace, then those that are younger than the three others there were"
+    assert count == 8, "the eighth branch point must evict the answer snapshot"
 
 
 def test_checkpoints_and_moving_answers_do_not_age_others():
@@ -150,7 +150,9 @@ def test_checkpoints_and_moving_answers_do_not_age_others():
         if tail > 1000:
             slots.demote(tail)
         tail = 1000 + block_id
-    assert blocks(slots) == {10, 11, 1198, 1199}, "and the answer's before, as one of a backbone"
+    assert blocks(slots) == {10, 11, 1198, 1199}, (
+        "the latest answer and the one before it, as a checkpoint, must stay"
+    )
     assert slots.counts() == {"prompt": 1, "answer": 1, "junction": 0, "hint": 1, "backbone": 1}
     slots.check(())
 
@@ -174,7 +176,7 @@ def test_pinned_snapshots_are_evicted_only_for_running_sequences():
     kept(slots, 11, CHECKPOINT)
     for block_id in (12, 13, 14):
         kept(slots, block_id, PROMPT)
-    assert blocks(slots) == {10, 12, 13, 14}, "of a pinned prompt the backbone is not promised"
+    assert blocks(slots) == {10, 12, 13, 14}, "checkpoints of a pinned prompt may be evicted"
     kept(slots, 15, PROMPT)
     assert blocks(slots) == {10, 13, 14, 15}
     assert [slots.take(PROMPT) is None for _ in range(4)] == [False, False, False, True]
@@ -196,11 +198,13 @@ def test_a_flood_leaves_other_owners_their_share():
     for block_id in range(100, 140):
         kept(slots, block_id, PROMPT, b"loud")
     assert {block_id for block_id in blocks(slots) if block_id < 100} == {2, 3}, (
-        "a quarter of the slots for each of two"
+        "each of two owners must keep a quarter of the slots"
     )
     slots.check(())
     for _ in range(8):
-        assert slots.take(owner=b"loud") is not None, "who runs finds a slot whoever's it was"
+        assert slots.take(owner=b"loud") is not None, (
+            "a running sequence must get a slot of any owner"
+        )
     assert blocks(slots) == set()
 
 
@@ -223,7 +227,7 @@ def test_an_equal_snapshot_is_merged_with_the_better_reason():
     assert slots.counts() == {**dict.fromkeys(REASONS, 0), "prompt": 1}
     third = slots.take()
     assert third is not None
-    assert not slots.attach(third, 10, ANSWER), "the end of a prompt stays one"
+    assert not slots.attach(third, 10, ANSWER), "the end of a prompt must keep its reason"
     assert slots.counts()["prompt"] == 1
     slots.check([])
 

@@ -51,7 +51,7 @@ def test_a_saved_tied_head_is_recognized(said, tmp_path):
     last = embedding.copy()
     last[-1, -1] += np.float32(1e-3)
     change_tensors(tmp_path, {_HEAD: last})
-    assert not _tied(tmp_path), "the last number of all differs"
+    assert not _tied(tmp_path), "a head that differs in its last number must not be tied"
     change_tensors(tmp_path, {_HEAD: embedding[:-1]})
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: tensor 'lm_head\.weight' has"):
         Checkpoint.open(tmp_path).summary()

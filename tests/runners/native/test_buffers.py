@@ -80,6 +80,6 @@ def test_a_pass_after_a_memory_error_is_unchanged(family, tmp_path, monkeypatch)
         runner.close()
         if scarce.left > 0:
             break
-    assert len(large) == 1, "the last pass had memory enough"
+    assert len(large) == 1, "the last pass must have enough memory"
     assert fails_at > 12
     backend.close()

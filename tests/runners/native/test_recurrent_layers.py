@@ -172,7 +172,9 @@ def test_accepted_drafts_change_no_bit(family, backend, runners):
         driver.step([(texts[0], 6), (texts[1], 9)]), expected, (20, 3), strict=True
     ):
         np.testing.assert_array_equal(rows, logits[start : start + len(rows)])
-    assert driver.pool.checksums(slots.tolist()) != before, "their certain rows are in there"
+    assert driver.pool.checksums(slots.tolist()) != before, (
+        "the rows without drafts must change the states"
+    )
     saves = np.array([[1, 4, driver.free.pop()]], np.int32)
     runner.accept_drafts(driver.layout, np.array([5, 7], np.int32), PassStates(slots, slots, saves))
     for text, logits, start in zip(texts, expected, (26, 12), strict=True):

@@ -130,7 +130,7 @@ def test_an_aborted_pass_ends_between_two_layers(tmp_path, monkeypatch, family):
         again = engine.generate(prompt, max_new_tokens=3)
         assert again.output_token_ids == expected
         if family == "llama":
-            assert again.cached_tokens == 64, "the first step"
+            assert again.cached_tokens == 64, "the blocks of the first step must be cached"
 
 
 def test_only_the_compiled_backend_runs_whole_passes(tmp_path):

@@ -114,7 +114,7 @@ def test_half_precision_runs_on_the_fake_device():
 @pytest.mark.parametrize(
     ("planted", "message"),
     [
-        (lambda hidden: hidden.double().float(), "float64, which an Apple GPU has not"),
+        (lambda hidden: hidden.double().float(), "float64, which Apple GPUs do not support"),
         (torch.special.airy_ai, "special_airy_ai.* none for MPS"),
         (
             lambda hidden: hidden.transpose(1, 2).contiguous().transpose(1, 2),

@@ -33,7 +33,7 @@ def test_logits_are_close_to_those_of_a_dense_cache(backend, dtype):
     driver.backend.close()
     assert distance(paged, eager) <= 0.04
     if dtype == torch.float32:
-        assert distance(paged, eager) >= 1e-5, "the cache is not quantized"
+        assert distance(paged, eager) >= 1e-5, "the cache must be quantized"
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

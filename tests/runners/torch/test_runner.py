@@ -71,7 +71,7 @@ def test_the_cuda_backend_agrees_with_eager(model_type):
         eager = runner.eager_logits(TOKENS)
         backend.close()
     assert standin.launches - before == 3 * 2 * len(runner.info.kv_spec.layers), (
-        "writes and attention of 3 passes"
+        "each layer must write and attend once in each of 3 passes"
     )
     assert distance(paged, eager) < 2e-2
 
@@ -97,7 +97,7 @@ def test_bfloat16_is_close_within_rounding(backend):
 
 def test_from_dir_equals_the_saved_model(tiny_model_dir, capfd):
     runner = TorchRunner.from_dir(tiny_model_dir)
-    assert capfd.readouterr().err == "", "no progress bar"
+    assert capfd.readouterr().err == "", "loading must not print a progress bar"
     assert transformers_logging.is_progress_bar_enabled()
     np.testing.assert_array_equal(
         runner.eager_logits(TOKENS), TorchRunner(build_tiny_model("llama")).eager_logits(TOKENS)
@@ -258,7 +258,7 @@ def test_batch_dependent_rope_is_fixed(kind, caplog):
     with caplog.at_level(logging.WARNING):
         runner = TorchRunner(model)
     assert runner.info.max_context == (40 if kind == "longrope" else 512), (
-        "beyond, the frequencies change"
+        "the context must end where the RoPE frequencies change"
     )
     assert ("limited to 40 of 512 tokens" in caplog.text) == (kind == "longrope")
     driver = drive(runner)

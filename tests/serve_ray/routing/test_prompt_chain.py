@@ -68,5 +68,5 @@ def test_states_are_found_by_their_published_keys():
     assert len(chain.servable_states(Place.POOL)) == 16
     whole = PromptChain.of(range(64), ROOT, 4, has_states=True)
     assert (len(whole.states[Place.DISK]), len(whole.servable_states(Place.DISK))) == (16, 15), (
-        "the last token is not"
+        "the state after the last token must not be servable"
     )

@@ -128,7 +128,9 @@ class Replicas(RuleBasedStateMachine):
         self.map.expire(self.now)
         if seconds > SECONDS:
             for slot in range(3):
-                assert all(self.map.keys_of(slot).values()), "only what was told lasts"
+                assert all(self.map.keys_of(slot).values()), (
+                    "only reported blocks must be kept after the time limit"
+                )
 
     @invariant()
     def map_agrees(self):
@@ -138,7 +140,7 @@ class Replicas(RuleBasedStateMachine):
         for slot in range(3):
             if self.map.cursor(slot) == NOTHING_KNOWN:
                 assert not any(self.map.keys_of(slot).values()), (
-                    "with a gap nothing is taken as told"
+                    "after a gap, no block may count as reported"
                 )
 
     @invariant()
@@ -215,15 +217,17 @@ def test_a_gap_in_events_is_detected_and_repaired():
     known = Residency(1000, SECONDS)
     known.open(0)
     assert known.apply(0, batch_of(0, [1, 2]), 0.0)
-    assert known.apply(0, batch_of(0, [9]), 0.0), "repeated: nothing changes"
+    assert known.apply(0, batch_of(0, [9]), 0.0), "a repeated batch must be accepted without effect"
     assert known.keys_of(0) == {1: True, 2: True}
     assert not known.apply(0, batch_of(2, [3], (2,)), 1.0)
     assert known.cursor(0) == NOTHING_KNOWN
-    assert known.keys_of(0) == {1: False, 3: False}, "2 left for certain, the others are likely"
-    assert not known.apply(0, batch_of(1, [7]), 2.0), "late"
+    assert known.keys_of(0) == {1: False, 3: False}, (
+        "block 2 must be removed and the others must be uncertain"
+    )
+    assert not known.apply(0, batch_of(1, [7]), 2.0), "a late batch must not repair the gap"
     assert known.apply(0, batch_of(2, [1, 3, 4], is_whole=True), 3.0)
     for late in (batch_of(1, [7]), batch_of(0, [8], is_whole=True), batch_of(2, [9])):
-        assert known.apply(0, late, 4.0), "nothing is missing"
+        assert known.apply(0, late, 4.0), "a late batch must not be taken as a gap"
         assert known.cursor(0) == (1, 2)
     assert known.keys_of(0) == {1: True, 3: True, 4: True}
     known.expire(100.0)

@@ -226,7 +226,7 @@ def test_an_identical_prompt_follows_the_first_one():
     again = best(router, prompt, 100.0)
     assert (again.replica_id, again.missing_tokens) == (choice.replica_id, 1)
     assert best(router, prompt, 500.0).missing_tokens == prompt.num_tokens, (
-        "nobody told that it is there"
+        "unconfirmed blocks must expire"
     )
 
 
@@ -340,13 +340,15 @@ def test_a_cache_key_is_a_preference_not_a_rule():
     router = router_of(20)
     prompts = [PromptChain.of([number] * 40, ROOT, 16, "mine") for number in range(30)]
     homes = {first(router, prompt) for prompt in prompts}
-    assert len(homes) == 1, "prompts with nothing in common meet where their key is at home"
+    assert len(homes) == 1, "prompts with one cache key must go to one replica"
     other = PromptChain.of([1] * 40, shared_root(ROOT, "b", None), 16, "mine")
     assert other.cache_key != prompts[0].cache_key, (
-        "another tenant's key of that name is another key"
+        "equal cache keys of different tenants must differ"
     )
     router.take_report(homes.pop(), report(1, queued_tokens=10_000), 0.0)
-    assert len({first(router, prompt) for prompt in prompts}) == 1, "all move together"
+    assert len({first(router, prompt) for prompt in prompts}) == 1, (
+        "all prompts of the key must move to one replica"
+    )
 
 
 def test_a_tenants_cache_does_not_affect_another_tenants_routing():

@@ -45,7 +45,9 @@ def test_of_two_replicas_with_equal_blocks_the_one_with_the_state_is_chosen():
         assert first(router, prompt) != f"r{holder}"
         router.take_report(f"r{holder}", report(2), 0.0)
         router.take_events(f"r{holder}", told(list(prompt.keys), serial=2), 0.0)
-        assert best(router, prompt).matched_tokens == 0, "the state was dropped"
+        assert best(router, prompt).matched_tokens == 0, (
+            "blocks without a state must not count as matched"
+        )
         router.check()
 
 
@@ -165,7 +167,9 @@ def test_a_state_on_redis_counts_without_its_first_blocks():
     router.take_report("r1", report(1, shared_token_seconds=SERVER), 0.0)
     router.take_events("r0", told([*prompt.shared.keys[-3:], prompt.states[Place.SHARED][57]]), 0.0)
     assert best(router, prompt, among=["r1"]).restored_tokens == 16 * 58
-    assert best(router, prompt, among=["r0"]).restored_tokens == 0, "it reads nothing there"
+    assert best(router, prompt, among=["r0"]).restored_tokens == 0, (
+        "a replica without the server must not restore anything"
+    )
 
 
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
@@ -192,7 +196,7 @@ def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(len
     router.take_events(choice.replica_id, [batch], 10.0)
     assert best(router, branch, 10.0, among=[choice.replica_id]).matched_tokens == 9 * 16
     assert best(router, sent, 500.0, among=[choice.replica_id]).matched_tokens == 9 * 16, (
-        "nobody told of the rest"
+        "unconfirmed blocks must expire"
     )
     router.check()
 

@@ -131,7 +131,7 @@ def test_a_hanging_replica_does_not_delay_the_checks_of_others(three, handle, mo
         60,
     )
     assert handle.asked["b", "tell"] - before["b", "tell"] <= 2, (
-        "a second look at it began while the first one hung"
+        "at most one check may be waiting for a hanging replica"
     )
 
 
@@ -151,7 +151,9 @@ def test_an_unresponsive_replica_is_skipped_until_it_answers(three, handle, monk
     with monkeypatch.context() as brief:
         brief.setattr(pool, "_SAYING_SECONDS", 0.05)
         assert [*whole.replicas(patient=True)] == ["a", "c"]
-    assert handle.asked["b", "figures"] == asked + 1, "who is patient asks it too"
+    assert handle.asked["b", "figures"] == asked + 1, (
+        "a patient caller must also ask the silent replica"
+    )
     assert whole.block_map() == [ord("a"), ord("c")]
     assert len(whole.block_details()) == 2
     assert three.usable == {"a", "b", "c"}

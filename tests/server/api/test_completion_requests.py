@@ -135,7 +135,7 @@ def test_echo_with_logprobs_scores_the_prompt(client, live_server):
     assert choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
     assert choice.logprobs.text_offset is not None
-    assert choice.logprobs.text_offset[:2] == [0, 0], "the BOS token has no text"
+    assert choice.logprobs.text_offset[:2] == [0, 0], "the BOS token must have no text"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
     longer = client.completions.create(
@@ -216,7 +216,7 @@ def test_an_answer_reports_cached_tokens_timings_and_miss_reason(client, live_se
     bypassed, _, ours = ask(cache_prompt=False)
     assert (bypassed, ours["miss_reason"], ours["mode"]) == (0, "bypassed", "baseline")
     salted, _, ours = ask(cache_salt="grain")
-    assert (salted, ours["miss_reason"]) == (0, "first_seen"), "another salt shares nothing"
+    assert (salted, ours["miss_reason"]) == (0, "first_seen"), "another salt must not share blocks"
     assert ask(cache_salt="grain")[0] == full
 
 
@@ -312,4 +312,4 @@ async def test_metrics_count_a_prompt_once_and_measure_from_arrival(
     parts = [ours[f"{name}_ms"] for name in ("tokenize", "queue", "lookup", "prefill", "decode")]
     assert sum(parts) == pytest.approx(ours["total_ms"], abs=0.01)
     assert 50 <= ours["tokenize_ms"] < ours["ttft_ms"] < ours["total_ms"] <= seconds * 1e3
-    assert tokens not in decoded, "nobody asked for the prompt's text"
+    assert tokens not in decoded, "the prompt must not be decoded without a request for its text"

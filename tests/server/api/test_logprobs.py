@@ -15,7 +15,7 @@ def test_partial_characters_keep_their_bytes(tiny_engine):
     tokenizer = tiny_engine.tokenizer
     texts = TokenTexts(tokenizer)
     ids = tokenizer.encode("漢x", add_special_tokens=False)
-    assert len(ids) == 4, "a byte-level tokenizer that knows no such character"
+    assert len(ids) == 4, "the character must be split into bytes"
     assert b"".join(texts.raw(i) or b"" for i in ids).decode() == "漢x"
     assert [texts.text(i) for i in ids] == ["\ufffd", "\ufffd", "\ufffd", "x"]
     assert [texts.key(i) for i in ids] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2", "x"]
@@ -24,7 +24,7 @@ def test_partial_characters_keep_their_bytes(tiny_engine):
     assert bytes(byte for token in shown for byte in token["bytes"]).decode() == "漢x"
     counter = OffsetCounter(tokenizer, 10)
     offsets = [counter.add(i) for i in ids]
-    assert offsets == [10, 10, 10, 11], "the character is there with its last byte"
+    assert offsets == [10, 10, 10, 11], "the offset must advance with the last byte of a character"
 
 
 def test_the_sampled_token_is_listed_with_the_top_logprobs(tiny_engine):
@@ -38,7 +38,9 @@ def test_the_sampled_token_is_listed_with_the_top_logprobs(tiny_engine):
         "top_logprobs": [{"b": -0.1, "a": -3.0, "c": -9999.0}, None, {"a": -0.5}],
         "text_offset": [0, 1, 2],
     }
-    assert list(shown["top_logprobs"][0]) == ["b", "a", "c"], "best first"
+    assert list(shown["top_logprobs"][0]) == ["b", "a", "c"], (
+        "top_logprobs must be sorted by probability"
+    )
 
 
 def test_logprobs_wait_for_withheld_text(tiny_engine):

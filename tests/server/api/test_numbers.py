@@ -315,7 +315,7 @@ async def test_a_number_out_of_bounds_is_refused_by_name(app, path):
                     error,
                 )
             if kind in ("below", "above") and place in TOLD:
-                assert message.endswith(f", not {value}"), "the value and its limit"
+                assert message.endswith(f", not {value}"), "the message must end with the value"
 
 
 @pytest.mark.parametrize("path", NUMBERS)

@@ -86,7 +86,9 @@ class Told:
         """Read until this many tokens are processed; return the progress report."""
         last = {}
         while last.get("processed") != processed:
-            assert self.next() is not None, f"the stream ended before {processed} tokens were there"
+            assert self.next() is not None, (
+                f"the stream ended before {processed} tokens were processed"
+            )
             last = self.progress[-1] if "prompt_progress" in self.events[-1] else last
         return last
 
@@ -305,7 +307,7 @@ def test_a_queued_request_gets_progress_events(server, held):
         waiting = told.progress[-1]
         assert (waiting["cache"], waiting["processed"], waiting["time_ms"]) == (0, 0, 0)
         assert waiting["estimated_ms"] > 0
-        assert set(waiting) == FIGURES, "nothing tells of others"
+        assert set(waiting) == FIGURES, "progress must not contain figures of other requests"
         held.release()
         for one in (*before, told):
             one.rest()
@@ -336,7 +338,9 @@ def test_progress_of_several_prompts_is_separate(server, held):
             if event.get("choices") and event["choices"][0]["index"] == index
         ]
         where = [number for number, event in enumerate(own) if "prompt_progress" in event]
-        assert where == list(range(len(where))), "before the first token of that prompt"
+        assert where == list(range(len(where))), (
+            "progress events must precede the first token of their prompt"
+        )
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_a_request_with_several_choices_counts_once(app):
     await post(app, {"prompt": [PROMPT, PROMPT], "n": 3, "prompt_cache_key": "k"})
     assert num_retained(app) == 0
     await post(app, {"prompt": PROMPT, "prompt_cache_key": "k"}, **{"x-api-key": "two"})
-    assert num_retained(app) == 0, "another API key's key of the same name"
+    assert num_retained(app) == 0, "equal cache keys of different API keys must not be shared"
     for key in ("", None):
         await post(app, {"prompt": PROMPT, "prompt_cache_key": key})
         assert num_retained(app) == 0

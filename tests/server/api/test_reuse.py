@@ -165,7 +165,7 @@ async def test_streams_and_several_choices_report_reuse_at_the_end(app):
     ]
     told = chunks[-1]["kvboost"]
     assert (told["mode"], told["approximate"]) == ("chunk_kv_reuse", True)
-    assert 64 < told["reused_span_tokens"] < 128, "a prompt counts once"
+    assert 64 < told["reused_span_tokens"] < 128, "a prompt with several choices must count once"
     batch = (await post(app, [document(9, 20), OTHER_ORDER], REUSE))["kvboost"]
     assert (batch["mode"], batch["approximate"], batch["reused_span_tokens"] > 0) == (
         "chunk_kv_reuse",

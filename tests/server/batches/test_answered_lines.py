@@ -104,6 +104,6 @@ def test_records_are_synced_once_a_second_and_at_the_end(path, monkeypatch):
     for number in range(25):
         now[0] = number / 10
         append(file, str(number))
-        assert os.stat(path).st_size == file.num_bytes, "it is written at once"
+        assert os.stat(path).st_size == file.num_bytes, "a record must be written immediately"
     file.close()
     assert synced == pytest.approx([1.0, 2.0, 2.4])

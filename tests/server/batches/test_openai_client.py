@@ -42,7 +42,7 @@ def question(number):
 
 def test_openai_client_runs_a_batch(client):
     content = jsonl(line(str(n), question(n), CHAT) for n in range(20))
-    assert len(content) > 4096, "a file may be larger than a body"
+    assert len(content) > 4096, "the file must be larger than the limit of a body"
     file = client.files.create(
         file=("questions.jsonl", io.BytesIO(content)),
         purpose="batch",

@@ -330,7 +330,7 @@ async def test_a_restart_answers_each_line_once(tiny_engine, tmp_path, stops, mo
         assert batch["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
         records = await client.records(batch["output_file_id"])
         assert set(records) == {str(n) for n in range(60)}
-        assert len(called) < 60 + 5 * stops, "only lines in flight were computed again"
+        assert len(called) < 60 + 5 * stops, "only lines in flight may be recomputed"
         for name in ("3", "40"):
             answer = await plain(client, {"prompt": f"number {name}", **GREEDY})
             assert records[name]["response"]["body"]["choices"] == answer["choices"]

@@ -216,7 +216,7 @@ def test_answers_become_files_once_after_a_crash(opened, crash, monkeypatch):
     batch = again.batch(batch.id)
     again.publish(batch)
     again.publish(batch)
-    assert batch.error_file_id is None, "there are no errors"
+    assert batch.error_file_id is None, "a batch without errors must not have an error file"
     output = again.file(batch.output_file_id)
     assert again.path_of(output).read_bytes() == b"answers"
     assert output.purpose == "batch_output"

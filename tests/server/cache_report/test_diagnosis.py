@@ -159,7 +159,7 @@ def test_a_change_before_the_last_message_is_changed_text(question):
         == "changed_text"
     )
     assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", (
-        "nothing is known but tokens"
+        "tokens alone must be enough for this cause"
     )
 
 
@@ -275,7 +275,7 @@ def test_missing_blocks_have_the_engines_cause(reason, cause, tiers):
     made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
     assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
     assert found(record("abcdefgh"), None, 0, reason, *tiers).evicted_from == tiers, (
-        "nothing is kept of it"
+        "the tiers must be reported without an earlier request"
     )
 
 
@@ -318,7 +318,7 @@ def test_stripped_reasoning_is_the_cause():
     assert (made.cause, made.field_before) == ("thinking", "answer")
     begun = record("[u]Hello there[a]", CHAT, answer="Hm.</think>Good day", reasoning=11)
     made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), begun)
-    assert made.cause == "thinking", "the template begins it, so no answer shows the mark"
+    assert made.cause == "thinking", "reasoning that the template begins must be recognized"
     twice = record("[u]Hello[a]<think>Hm.</think>Good day[u]And now?[a]", CHAT)
     assert (
         found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"

@@ -146,7 +146,7 @@ def test_tenants_never_hit_each_others_cache(keyed_server):
 
     assert cached(KEYS[0]) == 0
     assert cached(KEYS[0]) > 0
-    assert cached(KEYS[1]) == 0, "the second tenant was served from the first one's blocks"
+    assert cached(KEYS[1]) == 0, "a tenant must not hit another tenant's blocks"
     assert cached(KEYS[1]) > 0
 
 

@@ -194,7 +194,7 @@ def test_a_slow_but_steady_reader_gets_the_whole_answer(demo_engine):
             received += data
             time.sleep(0.02)
         assert received.endswith(whole), f"cut off after {len(received)} of {len(whole)} bytes"
-        assert time.monotonic() - started > 1.2, "it was no slow reader"
+        assert time.monotonic() - started > 1.2, "the reader was too fast for this test"
 
 
 def test_more_connections_than_allowed_get_503(demo_engine):

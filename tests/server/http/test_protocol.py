@@ -69,7 +69,7 @@ def test_an_ambiguous_request_gets_400_and_is_closed(live_server, rest):
     follow_up = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     answer = ask(live_server, b"POST /tokenize HTTP/1.1\r\n" + HOST + rest + follow_up)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501"))
-    assert answer.count(b"HTTP/1.1 ") == 1, "the rest was taken for a request of its own"
+    assert answer.count(b"HTTP/1.1 ") == 1, "the rest must not be read as a second request"
     head, _, body = answer.partition(b"\r\n\r\n")
     assert json.loads(body)["error"]["code"] in ("malformed_request", "headers_too_large")
     assert b"content-security-policy: default-src 'self'" in head.lower()

@@ -97,7 +97,9 @@ def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):
         assert client.post("/api/show", json={"model": "b"}).json() == shown
         again = client.post("/api/generate", json={"model": "b", "keep_alive": 0}).json()
         assert again["done_reason"] == "unload"
-    assert unloaded.kv.models.find("b").phase == "not_loaded", "it was loaded to be unloaded"
+    assert unloaded.kv.models.find("b").phase == "not_loaded", (
+        "the model must not be loaded in order to unload it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,9 @@ def test_keep_alive_of_the_last_request_applies(server, given, seconds):
             ).status_code
             == 200
         )
-        assert served.keep_alive == 300, "who says nothing means the server's own"
+        assert served.keep_alive == 300, (
+            "a request without keep_alive must restore the server's setting"
+        )
 
 
 @pytest.mark.parametrize("given", ["soon", "5 m", "m5", True, [], "9" * 13, 1e12, "1e3"])
@@ -155,7 +159,9 @@ def test_keep_alive_of_one_key_does_not_unload_another_keys_model(tiny_model_dir
         assert answer["done_reason"] == "load"
         assert server.kv.models.first.phase == "loaded"
         (running,) = client.get("/api/ps").json()["models"]
-        assert running["expires_at"].startswith("9999"), "it would tell when another key asked last"
+        assert running["expires_at"].startswith("9999"), (
+            "the expiry must not reveal another key's last request"
+        )
 
 
 def test_a_conversation_continues_with_another_model(server):

@@ -30,7 +30,9 @@ def _options(folders, *models, **flags):
 def test_a_single_model_is_loaded_with_its_draft_model(folders):
     options = _options(folders, "hybrid")
     engine, ignored = _engine_options(str(folders / "hybrid"), options)
-    assert engine is options.engine, "and an error if the pair does not match"
+    assert engine is options.engine, (
+        "a single model's options must stay, so that a mismatch is an error"
+    )
     assert engine["draft_model"] == str(folders / "draft")
     assert ignored == {}
 

@@ -37,7 +37,9 @@ def hybrid():
 
 def test_recurrent_states_count_in_a_models_memory(hybrid):
     states = hybrid.paged_stats()["state_bytes"]
-    assert states == 12 * 64 + 31 * 64, "slots, and what 31 drafts bring to them"
+    assert states == 12 * 64 + 31 * 64, (
+        "state_bytes must include the slots and the rows of 31 drafts"
+    )
     assert reserved_bytes(hybrid) == 1000 + hybrid.paged_stats()["pool_bytes"] + states
 
 

@@ -184,8 +184,8 @@ async def test_cancelling_a_load_does_not_cancel_the_unload_it_waits_for(
     await asyncio.gather(leaving, closing)
     assert (await waiting).json()["error"]["code"] == "shutting_down"
     assert (await looks).status_code == 200
-    assert not engine.is_alive(), "it was closed"
-    assert room.kv.models.loader.left is None, "no thread loads it"
+    assert not engine.is_alive(), "the engine must be closed"
+    assert room.kv.models.loader.left is None, "no thread may load a model"
     await room.close()
 
 
@@ -240,7 +240,7 @@ async def test_an_unclaimed_result_is_released():
     await until(lambda: given)
     assert given == ["result"]
     assert await in_thread(work, unwanted=given.append) == "result"
-    assert given == ["result"], "who waits has it"
+    assert given == ["result"], "a result that is awaited must not be released"
 
 
 async def test_a_result_claimed_late_is_not_released(monkeypatch):

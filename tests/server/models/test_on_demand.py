@@ -203,7 +203,7 @@ def test_a_damaged_model_returns_503_with_a_reason_until_repaired(
         assert int(refused.headers["retry-after"]) > 0
         shutil.copy(second.path / "model.safetensors", weights)
         assert ask(server, "b").json()["error"]["message"] == error["message"], (
-            "it was tried again at once"
+            "the model must not be loaded again before the retry time"
         )
         with server.client() as client:
             listed = client.get("/v1/models/b").json()
@@ -224,7 +224,7 @@ def test_the_queue_for_a_loading_model_is_bounded(first, second):
         wait_until(lambda: server.kv.models.num_waiting == 2, "both to wait")
         refused = ask(server, "b")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-        assert ask(server, "a").status_code == 200, "the other model goes on"
+        assert ask(server, "a").status_code == 200, "the other model must still answer"
         second.release()
         assert [one.result().status_code for one in waiting] == [200, 200]
         assert second.loads == 1

@@ -26,7 +26,9 @@ async def test_the_least_recently_used_model_is_unloaded(room):
         assert (await room.ask(name)).status_code == 200
         assert room.loaded == loaded
         assert room.kv.models.loader.taken == 2 * SIZE
-    assert room.kv.models.first.unloads_at is None, "without keep_alive it goes for another only"
+    assert room.kv.models.first.unloads_at is None, (
+        "without keep_alive, a model must be unloaded only for another one"
+    )
 
 
 async def test_keep_alive_counts_from_the_last_request(room):

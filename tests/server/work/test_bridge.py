@@ -32,7 +32,7 @@ async def test_a_request_cancelled_during_tokenization_computes_nothing(times):
     for _ in range(times):
         task.cancel()
         await asyncio.sleep(0.01)
-    assert task.done() == (times == 2), "one that was cancelled once waits for the end"
+    assert task.done() == (times == 2), "a task that was cancelled once must wait for the end"
     read.set()
     with pytest.raises(asyncio.CancelledError):
         await task

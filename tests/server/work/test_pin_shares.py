@@ -27,7 +27,7 @@ async def test_one_key_cannot_use_another_keys_pin_share():
         assert (await warm(app, "third", "d" * 64))[0] == 200
         assert engine.paged_stats()["pinned_blocks"] == 16
         assert await warm(app, "first", "b" * 16) == (400, alone), (
-            "the same words, whatever the others pinned"
+            "the refusal must not depend on pins of other keys"
         )
         assert "share of max_pinned_blocks is 4" in alone["error"]["message"]
 

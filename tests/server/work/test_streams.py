@@ -51,7 +51,7 @@ async def test_chat_chunks_have_the_exact_format(tiny_app):
         }
     ]
     for chunk in chunks[:-1]:
-        assert set(chunk) == head, "usage is not there unless asked for"
+        assert set(chunk) == head, "chunks must have no usage unless it was requested"
         assert chunk["choices"][0]["finish_reason"] is None
     for chunk in chunks[1:-1]:
         assert list(chunk["choices"][0]["delta"]) == ["content"]
@@ -281,4 +281,4 @@ def test_streamed_text_offsets_equal_the_whole_answers(live_server):
                         name,
                     )
                 cut += len(set(whole["text_offset"])) < len(whole["text_offset"])
-        assert cut, "no stop string cut a token off"
+        assert cut, "no stop string cut off a token: the test shows nothing"

@@ -71,7 +71,7 @@ def call(arguments, name="get_weather"):
 )
 def test_a_single_object_with_or_without_a_fence_is_a_call(form, text, wanted):
     assert read(text, form=form) == wanted
-    assert read(*text, form=form) == wanted, "character by character"
+    assert read(*text, form=form) == wanted, "the result must not change character by character"
 
 
 NO_CALLS = {
@@ -116,7 +116,7 @@ NO_CALLS = {
 @pytest.mark.parametrize("text", NO_CALLS.values(), ids=NO_CALLS)
 def test_an_example_stays_text(text):
     assert read(text) == [ContentDelta(text)]
-    assert read(*text) == [ContentDelta(text)], "character by character"
+    assert read(*text) == [ContentDelta(text)], "the result must not change character by character"
 
 
 @pytest.mark.parametrize("form", [*CALLING])

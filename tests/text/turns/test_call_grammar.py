@@ -63,7 +63,9 @@ def test_calls_in_the_templates_format_are_accepted(name, markers):
 @EITHER
 def test_parallel_calls_are_accepted_if_allowed(name, markers):
     if name == "llama3":
-        assert "another" not in grammar(name, markers), "its template refuses two"
+        assert "another" not in grammar(name, markers), (
+            "the template accepts only one call, so the grammar must too"
+        )
         return
     text = written(name, [PARIS, PING, PARIS])
     for choice in ("required", "auto"):
@@ -95,7 +97,7 @@ def test_invalid_calls_are_rejected(name, markers):
     assert not words.takes(grammar(name, markers), "Hello")
     assert not words.takes(grammar(name, markers), "")
     assert not words.takes(grammar(name, markers, tools=TOOLS[1:]), written(name, [PARIS])), (
-        "a tool that is named"
+        "a call of a tool that was not offered must be rejected"
     )
 
 

@@ -151,7 +151,9 @@ def test_shows_tools_is_detected(name):
 
 def test_answers_are_replayable_without_a_prefix():
     cannot = {name for name in TEMPLATES if not format_of(name).replays}
-    assert cannot == {"mistral-v3", "channels"}, "one writes a space there, one a channel"
+    assert cannot == {"mistral-v3", "channels"}, (
+        "only the formats that write a prefix cannot be replayed"
+    )
 
 
 @pytest.mark.parametrize(

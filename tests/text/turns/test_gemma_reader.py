@@ -63,7 +63,7 @@ def test_hostile_arguments_parse_at_any_split(name, arguments):
     assert arguments_of(whole) == [arguments, {"z": 1}]
     for at in range(len(text) + 1):
         assert parts_of(name, text[:at], text[at:]) == whole
-    assert parts_of(name, *text) == whole, "character by character"
+    assert parts_of(name, *text) == whole, "the result must not change character by character"
 
 
 @EACH

@@ -118,7 +118,9 @@ def test_consecutive_calls_are_replayed_as_generated():
     ):
         assert f'call:weather{{{order}<|"|>{city}' in text
         assert f'response:weather{{value:<|"|>Rain in {city}.' in text
-    assert text.count("<|tool_call>call:") == 5, "one of them the user's own words"
+    assert text.count("<|tool_call>call:") == 5, (
+        "the text must contain four calls and the marker in the user's message"
+    )
     assert "\ufdd0" not in text
 
 

@@ -86,7 +86,7 @@ def test_the_call_format_is_inferred_from_the_tool_markers():
         True,
         True,
     )
-    assert format_of("lfm2").calls == found.calls, "as the template that shows calls writes them"
+    assert format_of("lfm2").calls == found.calls, "both templates must have the same call format"
     assert format_of("lfm2").shows_calls
 
 
@@ -195,7 +195,7 @@ def test_written_calls_round_trip():
             .removeprefix("<|tool_call_start|>[f(x=")
             .removesuffix(")]<|tool_call_end|>")
         )
-        assert inner == str(value).replace("'", '"'), "as Python writes it"
+        assert inner == str(value).replace("'", '"'), "values must be written as in Python"
 
 
 def test_calls_precede_content_parts():
@@ -239,7 +239,7 @@ def test_a_call_is_replayed_with_its_generated_tokens():
     text = ours.decode(ours.encode_chat(chat, tools=OFFERED, find_answer=kept.get), False)
     assert f"<|im_start|>assistant\n{spelled}<|im_end|>\n<|im_start|>tool\n" in text
     assert "assistant\n<|tool_call_start|>[ping()]<|tool_call_end|><|im_end|>" in text, (
-        "another is written anew"
+        "a call without stored tokens must be written by the template"
     )
     assert text == ours.apply_chat_template(chat, tools=OFFERED).replace(
         '<|tool_call_start|>[get_weather(city="Bonn", days=3)]<|tool_call_end|>Hm.', spelled

@@ -63,7 +63,7 @@ def test_past_calls_have_the_described_format():
 def test_any_template_accepts_described_tools(tools):
     told = with_tools_described(CHAT, tools)
     assert [message["role"] for message in told][-3:] == ["user", "assistant", "user"], (
-        "results are one message"
+        "consecutive results must be one message"
     )
     text = template("smollm2").render(told)
     assert "<tool_response>\nyes\n</tool_response>\n<tool_response>\nno\n</tool_response>" in text

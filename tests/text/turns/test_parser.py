@@ -36,7 +36,9 @@ def test_template_output_round_trips(name):
             continue
         text = written(name, calls)
         assert calls_of(parts_of(name, text)) == calls
-        assert parts_of(name, *text) == parts_of(name, text), "character by character"
+        assert parts_of(name, *text) == parts_of(name, text), (
+            "the result must not change character by character"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in CALLING if name != "llama3"])

@@ -59,7 +59,7 @@ def test_the_cap_holds_and_the_latest_blocks_stay(tmp_path):
         assert stat.blocks + stat.evicted == 1200
         assert stat.blocks > 0.8 * HELD
         assert tier._store.cleaner.copied_bytes < 0.1 * stat.written_bytes, (
-            "what is about to go is not copied"
+            "blocks that will soon be evicted must not be copied"
         )
         assert read(tier, chain(10, 119)) == 10
 
@@ -89,9 +89,13 @@ def test_evicted_blocks_are_reported_as_dropped(tmp_path):
         assert held | dropped == set(hashes)
         assert not held & dropped
         assert len(dropped) == tier.stat().evicted > 0
-        assert not tier.dropped(chain(1, 1000)[0].prefix_hash), "it was never there"
+        assert not tier.dropped(chain(1, 1000)[0].prefix_hash), (
+            "a block that was never stored must not count as dropped"
+        )
         write(tier, written[0])
-        assert not any(tier.dropped(block.prefix_hash) for block in written[0]), "it is there again"
+        assert not any(tier.dropped(block.prefix_hash) for block in written[0]), (
+            "a block that was stored again must not count as dropped"
+        )
         tier.drop([written[0][0].prefix_hash])
         assert tier.dropped(written[0][0].prefix_hash)
 
@@ -173,9 +177,7 @@ def test_an_open_space_is_not_evicted_by_others(tmp_path):
         for seed in range(60):
             write(mine, chain(10, seed))
         assert on_disk(tmp_path) <= CAP
-        assert segments(tmp_path, OTHER_SPACE) == held, (
-            "what is deleted can be read while it is open"
-        )
+        assert segments(tmp_path, OTHER_SPACE) == held, "an open space must keep its segments"
         assert read(theirs, chain(100)) == 100
         assert mine.stat().blocks > 60
 

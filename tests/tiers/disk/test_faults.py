@@ -122,7 +122,7 @@ def test_writes_resume_after_a_full_or_broken_disk(tmp_path, code, caplog):
         assert "\n" not in stat.state
         clock.now = 29.0
         assert write(tier, BLOCKS[0]) == 0
-        assert files.calls == calls, "nothing is tried before its time"
+        assert files.calls == calls, "no write may be tried before the retry time"
         assert read(tier, KEPT) == len(KEPT)
         files.at = -1
         clock.now = 31.0

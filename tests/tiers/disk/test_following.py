@@ -331,10 +331,12 @@ def test_a_directory_deleted_under_a_reader_is_reopened(tmp_path, clock, caplog)
         assert read(reader, BLOCKS) == 0
         assert reader.stat().blocks == 0
         assert "deleted or replaced" in reader.stat().state
-        assert not root.exists(), "the user may still be deleting it"
+        assert not root.exists(), "the reader must not recreate a directory that is being deleted"
         assert write(owner, LATER) == len(LATER)
-        assert reader.stat().writable, "or it would never look again"
-        assert write(reader, LATER) == len(LATER), "as the owner stored them"
+        assert reader.stat().writable, (
+            "the reader must stay writable so that it reopens the directory"
+        )
+        assert write(reader, LATER) == len(LATER), "the blocks stored by the owner must be accepted"
         assert not reader.stat().writable
         assert "owned by another process" in reader.stat().state
         assert read(reader, LATER) == len(LATER)

@@ -166,7 +166,7 @@ def test_foreign_files_and_directories_are_neither_counted_nor_deleted(root, cap
     assert {path.read_bytes() for path in mine} == {SECRET}
     assert all(path.is_symlink() for path in links)
     assert {path: path.stat().st_mtime_ns for path in before} == before, (
-        "not even a lock was left there"
+        "no file may be left, not even a lock"
     )
     assert sorted(path.name for path in space_dir(root).iterdir()) == [
         "00000001.kvs.bak",

@@ -42,7 +42,7 @@ def test_a_transient_read_error_is_a_miss_and_keeps_the_block(tmp_path, name, co
             assert os.strerror(code) in tier.stat().state
         assert read(tier, BLOCKS) == len(BLOCKS)
         assert (tier.stat().state, tier.stat().refused) == ("", 0)
-    assert len(caplog.records) == 1, "said once"
+    assert len(caplog.records) == 1, "the error must be logged once"
 
 
 def test_own_open_files_are_closed_at_the_descriptor_limit(tmp_path):

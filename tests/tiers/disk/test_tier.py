@@ -240,7 +240,7 @@ def test_an_invalid_cap_is_refused_by_name(tmp_path, cap):
     with pytest.raises(ConfigError, match="max_disk_bytes"):
         DiskTier.open(tmp_path, SPACE, max_bytes=cap)
     with opened(tmp_path) as tier:
-        assert tier.stat().writable, "nothing is left locked"
+        assert tier.stat().writable, "no lock may be left"
 
 
 def test_a_space_name_must_be_32_bytes(tmp_path):

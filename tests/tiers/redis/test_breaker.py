@@ -14,7 +14,7 @@ def test_three_consecutive_failures_open_the_breaker():
     assert not breaker.succeeded()
     assert [breaker.failed() for _ in range(2)] == [False, False]
     assert not breaker.is_open
-    assert breaker.failed(), "the third in a row"
+    assert breaker.failed(), "the third consecutive failure must open the breaker"
     assert breaker.is_open
     clock.now += 29.9
     assert breaker.is_open

@@ -33,7 +33,7 @@ def test_a_server_down_at_start_is_used_once_it_is_up(caplog):
         assert tier.holds(blocks[0].prefix_hash) is False
         assert not tier.stat().writable
         with running_redis(folder=server.folder):
-            assert tier.write(blocks, payloads) == 0, "not used for 30 s"
+            assert tier.write(blocks, payloads) == 0, "the server must not be used for 30 s"
             assert tier.stat().errors == 3
             clock.now += 31
             assert tier.holds(blocks[0].prefix_hash) is None
@@ -83,7 +83,9 @@ def test_a_hanging_server_costs_at_most_three_seconds(caplog):
             assert tier.stat().errors == 3
             assert tier.stat().state.endswith(": no answer within 1 s")
         clock.now += 31
-        assert reads(tier, blocks, payloads) == 2, "no late answer of another question"
+        assert reads(tier, blocks, payloads) == 2, (
+            "a late answer must not be taken for that of another command"
+        )
     assert len(lines(caplog)) == 1
 
 
@@ -108,7 +110,7 @@ def test_a_full_server_is_read_and_written_again_later(caplog):
         assert "allkeys-lru" in stat.state
         assert reads(tier, blocks, payloads) == written
         client.config_set("maxmemory", "0")
-        assert tier.write(blocks, payloads) == 0, "for 30 s"
+        assert tier.write(blocks, payloads) == 0, "the server must not be used for 30 s"
         clock.now += 31
         assert tier.write(blocks, payloads) == 40
         assert reads(tier, blocks, payloads) == 40

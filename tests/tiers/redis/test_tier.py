@@ -75,12 +75,14 @@ def test_a_block_evicted_by_the_server_is_reported_as_dropped(server, client):
         return [tier.dropped(block.prefix_hash) for block in blocks]
 
     assert reads(tier, blocks, payloads) == 0
-    assert dropped() == [False] * 4, "they never were there"
+    assert dropped() == [False] * 4, "blocks that were never stored must not count as dropped"
     tier.write(blocks, payloads)
     assert dropped() == [False] * 4
     client.flushall()
     assert reads(tier, blocks[1:], payloads[1:]) == 0
-    assert dropped() == [False, True, False, False], "of those behind it nothing is known"
+    assert dropped() == [False, True, False, False], (
+        "blocks after the first missing one must not count as dropped"
+    )
     tier.write(blocks[1:2], payloads[1:2])
     assert dropped() == [False] * 4
 
@@ -303,13 +305,13 @@ def test_ask_queries_the_server_and_is_remembered(server, client):
     commands = client.info("commandstats")["cmdstat_exists"]["calls"]
     assert reader.ask(hashes) == tier.ask(hashes) == [True, False, True]
     assert client.info("commandstats")["cmdstat_exists"]["calls"] == commands + 6, (
-        "nothing is fetched"
+        "each ask must query each of the three keys once"
     )
     assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, True]
     client.delete(*(key for key in stored_keys(client) if hashes[2].hex() in key))
     assert tier.ask(hashes) == [True, False, False]
     assert [tier.holds(prefix_hash) for prefix_hash in hashes] == [True, None, None], (
-        "it is written again"
+        "the lost block must be unknown, so that it is written again"
     )
     assert tier.dropped(hashes[2])
     assert tier.stat().missing == tier.stat().errors == 0

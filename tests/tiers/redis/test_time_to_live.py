@@ -38,13 +38,13 @@ def test_touched_blocks_are_renewed_at_the_next_read(server, client):
         tier.touch(hashes_of(blocks))
         tier.touch(hashes_of(long))
         assert client.info("stats")["total_commands_processed"] == commands + 1, (
-            "touch itself asks nothing"
+            "touch must not send a command"
         )
         assert reads(tier, blocks[:1], payloads[:1]) == 1
         return sum(client.ttl(key) > 10 for key in keys)
 
     assert refreshed() == len(keys) == 80 + 4
-    assert refreshed() == 0, "not with every prompt"
+    assert refreshed() == 0, "keys must not be renewed for every prompt"
     clock.now += 125
     assert refreshed() == 80 + 4
 
@@ -90,7 +90,7 @@ def test_reads_renew_some_blocks_and_tend_the_rest(server, client, monkeypatch):
     commands = client.info("stats")["total_commands_processed"]
     tier.tend()
     assert client.info("stats")["total_commands_processed"] == commands + 1, (
-        "nothing is left to be asked"
+        "no renewals may be left"
     )
 
 
@@ -106,7 +106,7 @@ def test_failed_renewals_are_repeated_after_an_outage():
         assert tier.stat().errors > 0
         client.config_set("maxclients", 100)
         tier.tend()
-        assert renewed(client) == 0, "not with every look"
+        assert renewed(client) == 0, "failed renewals must not be repeated by every call"
         clock.now += 30
         tier.tend()
         assert renewed(client) == 2
@@ -123,7 +123,7 @@ def test_refused_renewals_are_repeated(forbidden):
         tier.touch([blocks[0].prefix_hash, bytes(32)])
         for _ in range(2):
             tier.tend()
-        assert tier.stat().errors == 1, "not with every look"
+        assert tier.stat().errors == 1, "refused renewals must not be repeated by every call"
         client.execute_command("ACL", "SETUSER", "default", "+@all")
         clock.now += 30
         tier.tend()

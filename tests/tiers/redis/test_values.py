@@ -35,9 +35,11 @@ def test_a_value_opens_for_its_own_block(secret, payload_bytes):
     value = seal.value(blocks[0], payloads[0])
     assert len(value) == stored_bytes(seal, blocks[0], payload_bytes)
     assert opens(seal, value, blocks[0], payload_bytes) == payloads[0]
-    assert opens(seal, value, blocks[1], payload_bytes) is None, "swapped"
+    assert opens(seal, value, blocks[1], payload_bytes) is None, (
+        "the value of another block must be rejected"
+    )
     assert opens(Seal(OTHER_SPACE, secret), value, blocks[0], payload_bytes) is None, (
-        "of another model"
+        "a value of another model must be rejected"
     )
     assert opens(seal, value, blocks[0]._replace(tokens=bytes(64)), payload_bytes) is None
     assert opens(seal, value, blocks[0]._replace(parent_hash=bytes(32)), payload_bytes) is None

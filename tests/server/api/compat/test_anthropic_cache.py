@@ -121,7 +121,7 @@ async def test_cache_control_pins_and_counts_the_marked_prefix(
             )
         assert ends(spoken_engine) == [300]
     if place in ("system", "message", "earlier message"):
-        assert costs["pinned_tokens"] <= total - 16, "no more than the marked part"
+        assert costs["pinned_tokens"] <= total - 16, "only the marked prefix may be pinned"
 
 
 async def test_only_the_marked_prefix_is_pinned(app, speaker, spoken_engine):

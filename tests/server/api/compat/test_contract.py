@@ -318,7 +318,7 @@ async def test_a_required_call_matches_its_schema_for_any_logits(
             validators[name].validate(json.loads(arguments))
         if ended == scale(1, 2):
             return
-    raise AssertionError("too few calls ended")
+    raise AssertionError("too few calls finished")
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING), indirect=["form"])

@@ -119,7 +119,9 @@ async def test_recorded_llama_vim_requests_are_answered(app, writer):
     assert (answer["content"], answer["truncated"]) == ("= 2", False)
     assert answer["timings/predicted_n"] == len("= 2") + 1
     shared = LAYOUT.index("P")
-    assert answer["tokens_cached"] == shared // 16 * 16, "computed ahead"
+    assert answer["tokens_cached"] == shared // 16 * 16, (
+        "the shared prefix must have been computed ahead"
+    )
 
 
 async def test_the_curl_command_in_the_editor_guide_works(app, writer):

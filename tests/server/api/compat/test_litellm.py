@@ -77,7 +77,7 @@ def test_usage_ids_and_finish_reasons_are_in_the_fields_litellm_reads(keyed_serv
         True,
     )
     assert found["hosted_vllm whole"]["choices"] == whole["choices"], (
-        "the same request under another name"
+        "both provider names must give the same answer"
     )
     assert len(found["openai embedding"]["data"][0]["embedding"]) > 0
     assert found["openai responses"]["output"][0]["type"] == "message"

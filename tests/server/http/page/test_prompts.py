@@ -217,7 +217,7 @@ def test_the_requests_view_works_by_keyboard_alone(listed):
             assert visit.evaluate(f"getComputedStyle({focused}).outlineStyle") != "none"
             if visit.evaluate(f"{focused}.matches({json.dumps(selector)})"):
                 return
-        raise AssertionError(f"no way to {selector}")
+        raise AssertionError(f"{selector} is not reachable by keyboard")
 
     tab_to("nav [data-view=requests]")
     tab_to(".chip[data-cause=changed_text]")

@@ -30,7 +30,7 @@ def test_reasoning_is_collapsed_and_timed(stand_in):
     told = summary.inner_text()
     page.clock.run_for(5000)
     page.end("stop")
-    assert summary.inner_text() == told, "the count stands still while the answer comes"
+    assert summary.inner_text() == told, "the time must not change after the reasoning"
     assert details.get_attribute("open") is None
     page.shows(".answer-body", "4")
 

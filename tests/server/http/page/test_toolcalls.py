@@ -127,7 +127,9 @@ def test_several_calls_are_answered_by_keyboard(stand_in):
             "(document.activeElement.labels?.[0] ?? document.activeElement).innerText"
         )
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-        assert page.evaluate("document.activeElement.id") != "theme", "no way to the field"
+        assert page.evaluate("document.activeElement.id") != "theme", (
+            "the result field must be reachable by keyboard"
+        )
     keyboard.type("one")
     keyboard.press("Shift+Enter")
     keyboard.type("two")

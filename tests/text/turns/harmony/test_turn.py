@@ -179,7 +179,7 @@ def test_unknown_call_formats_are_not_recognized():
 def test_recorded_turns_parse_at_any_split(name):
     text, wanted = TURNS[name]
     assert read(text) == wanted
-    assert read(*text) == wanted, "character by character"
+    assert read(*text) == wanted, "the result must not change character by character"
     for at in range(1, len(text)):
         assert read(text[:at], text[at:]) == wanted, at
 
