@@ -503,6 +503,9 @@ class _GgufFile(Checkpoint):
     def _open_mtp_files(self) -> WeightSource:
         return GgufSource(self._header, mtp=True)
 
+    def open_assistant_source(self) -> WeightSource:
+        return self._open_files()
+
     def _files(self) -> list[Path]:
         return [part.path for part in self._header.parts]
 

@@ -30,6 +30,7 @@ from kvboost_edge.models.families.moe import (
     flag_of,
     gguf_experts,
 )
+from kvboost_edge.models.families.mtp import POST_PROJECTION, PROJECTION
 from kvboost_edge.models.families.windows import all_but_every
 
 __all__ = ["ASSISTANTS", "GGUF", "MODEL_TYPES"]
@@ -264,14 +265,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ModelFormatError: keys contradict each other or the tensors.
     """
-    pattern = "attention.sliding_window_pattern"
-    sliding = keys.sliding(pattern)
-    if sliding is None:
-        raise keys.error(
-            pattern,
-            keys.header.values.get(keys.name(pattern)),
-            "must be true (sliding) or false for each layer",
-        )
+    sliding = _sliding_layers(keys)
     shared = keys.optional_size("attention.shared_kv_layers", 0) or 0
     first = len(sliding) - shared
     if first < 1:
@@ -280,6 +274,49 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             shared,
             f"must be less than the number of layers, {len(sliding)}",
         )
+    return {
+        **_attention(keys, config, sliding),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": _is_double_wide(keys, first),
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        **_kv_heads(keys, sliding, first),
+        **_second_embedding(keys, config["vocab_size"], len(sliding)),
+        **_mixture(keys),
+    }
+
+
+def _assistant_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Return config entries of an assistant, see `_gguf_config`."""
+    sliding = _sliding_layers(keys)
+    by_kind = _heads_by_kind(keys, sliding)
+    heads = {kind: next(iter(found)) for kind, found in by_kind.items() if found}
+    layers = {
+        **config,
+        **_attention(keys, config, sliding),
+        "model_type": ASSISTANTS["gemma4_assistant"],
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,  # else layers of both kinds have the same number of KV heads
+        "num_key_value_heads": heads.get(True, heads.get(False)),
+        "num_global_key_value_heads": heads.get(False),
+    }
+    return {"backbone_hidden_size": keys.size("embedding_length_out"), "text_config": layers}
+
+
+def _sliding_layers(keys: Keys) -> Sequence[bool]:
+    """Return which layers are sliding."""
+    pattern = "attention.sliding_window_pattern"
+    sliding = keys.sliding(pattern)
+    if sliding is None:
+        raise keys.error(
+            pattern,
+            keys.header.values.get(keys.name(pattern)),
+            "must be true (sliding) or false for each layer",
+        )
+    return sliding
+
+
+def _attention(keys: Keys, config: dict[str, Any], sliding: Sequence[bool]) -> dict[str, Any]:
+    """Return config entries of both kinds of attention layers."""
     full = keys.size("attention.key_length")
     local = keys.size("attention.key_length_swa")
     keys.check_values("_swa", local)
@@ -294,13 +331,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "sliding_window": keys.size("attention.sliding_window"),
         "head_dim": local,
         "global_head_dim": full,
-        "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": _is_double_wide(keys, first),
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
         "rope_parameters": _gguf_ropes(keys, config["rope_parameters"], full),
-        **_kv_heads(keys, sliding, first),
-        **_second_embedding(keys, config["vocab_size"], len(sliding)),
-        **_mixture(keys),
     }
 
 
@@ -338,12 +369,7 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
     """Return the KV heads by layer type, and whether full layers use keys as values."""
     key = "attention.head_count_kv"
     heads = keys.sizes(key)
-    by_kind = {
-        kind: {count for count, own in zip(heads, sliding, strict=True) if own is kind}
-        for kind in (True, False)
-    }
-    if any(len(counts) > 1 for counts in by_kind.values()):
-        raise keys.error(key, heads, "must be one number for sliding layers and one for the others")
+    by_kind = _heads_by_kind(keys, sliding)
     without = [
         index for index in range(first) if f"blk.{index}.attn_v.weight" not in keys.header.tensors
     ]
@@ -367,6 +393,19 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
             "differs between layers, which is supported only for full layers without values",
         )
     return config
+
+
+def _heads_by_kind(keys: Keys, sliding: Sequence[bool]) -> Mapping[bool, set[int]]:
+    """Return the number of KV heads of sliding layers (True) and of the others (False)."""
+    key = "attention.head_count_kv"
+    heads = keys.sizes(key)
+    by_kind = {
+        kind: {count for count, own in zip(heads, sliding, strict=True) if own is kind}
+        for kind in (True, False)
+    }
+    if any(len(counts) > 1 for counts in by_kind.values()):
+        raise keys.error(key, heads, "must be one number for sliding layers and one for the others")
+    return by_kind
 
 
 def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
@@ -422,18 +461,31 @@ def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, An
     }
 
 
+_LAYER_NAMES = {
+    **MATRICES,
+    **BOTH_NORMS,
+    **HEAD_NORMS,
+    "layer_output_scale": "layer_scalar",
+}
+_KEYS = WINDOW | {
+    "final_logit_softcapping",
+    "rope.freq_base_swa",
+    "rope.dimension_count_swa",
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "attention.shared_kv_layers",
+    "embedding_length_per_layer_input",
+}
+
 GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
     {
         "gemma4": GgufArchitecture(
             "gemma4_text",
             {
-                **MATRICES,
-                **BOTH_NORMS,
-                **HEAD_NORMS,
+                **_LAYER_NAMES,
                 "inp_gate": "per_layer_input_gate",
                 "proj": "per_layer_projection",
                 "post_norm": "post_per_layer_input_norm",
-                "layer_output_scale": "layer_scalar",
                 "ffn_gate_inp": "router.proj",
                 "ffn_gate_inp.scale": "router.scale",
                 "ffn_gate_up_exps": "experts.gate_up_proj",
@@ -450,20 +502,23 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
                 "per_layer_model_proj": "model.per_layer_model_projection",
                 "per_layer_proj_norm": "model.per_layer_projection_norm",
             },
-            keys=WINDOW
-            | EXPERT_KEYS
-            | {
-                "final_logit_softcapping",
-                "rope.freq_base_swa",
-                "rope.dimension_count_swa",
-                "attention.key_length_swa",
-                "attention.value_length_swa",
-                "attention.shared_kv_layers",
-                "embedding_length_per_layer_input",
-            },
+            keys=EXPERT_KEYS | _KEYS,
             experts=True,
             by_layer=True,
             config=_gguf_config,
-        )
+        ),
+        "gemma4-assistant": GgufArchitecture(
+            "gemma4_assistant",
+            _LAYER_NAMES,
+            outer={
+                "token_embd": "lm_head",
+                "nextn.pre_projection": PROJECTION,
+                "nextn.post_projection": POST_PROJECTION,
+            },
+            keys=_KEYS | {"embedding_length_out", "nextn_predict_layers"},
+            unused=("masked_embd_centroids.weight", "masked_embd_ordering"),
+            by_layer=True,
+            config=_assistant_config,
+        ),
     }
 )

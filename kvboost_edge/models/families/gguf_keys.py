@@ -16,6 +16,7 @@ __all__ = ["Keys", "layer_types"]
 
 MAX_SIZE = 1 << 31
 _AHEAD = "nextn_predict_layers"
+_BACKBONE = "embedding_length_out"  # hidden size of the model that an assistant drafts for
 
 
 class Tensor(Protocol):
@@ -70,10 +71,14 @@ class Keys:
     def layers(self) -> int:
         """Return the number of layers, without layers for multi-token prediction.
 
+        All layers of an assistant are for multi-token prediction, and count.
+
         The number is limited, because lists with an entry per layer are built.
         """
         found = self.blocks()
         ahead = self.optional_size(_AHEAD, 0) or 0
+        if ahead == found and self.name(_BACKBONE) in self.header.values:
+            return found  # those of an assistant
         if ahead >= found:
             raise self.error(_AHEAD, ahead, f"must be less than block_count={found}")
         return found - ahead

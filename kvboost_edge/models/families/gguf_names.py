@@ -96,6 +96,7 @@ class GgufArchitecture:
         outer: tensor names outside the layers, in addition to the common names.
         keys: metadata keys "ARCHITECTURE.KEY", in addition to the common keys.
         dense: tensors of the dense projections after pooling, which are not part of the decoder.
+        unused: tensors that are not used.
         both_ways: True if attention is bidirectional.
         experts: True if files may have a mixture of experts.
         no_keys: True if 0 KV heads mean a layer without attention.
@@ -113,6 +114,7 @@ class GgufArchitecture:
     outer: Mapping[str, str] = dataclasses.field(default_factory=dict)
     keys: frozenset[str] = frozenset()
     dense: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     both_ways: bool = False
     experts: bool = False
     no_keys: bool = False

@@ -116,9 +116,9 @@ class GgufSource:
                 f"{layers} on); supported are heads with one layer"
             )
         for name, tensor in header.tensors.items():
-            is_outside = (
-                name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-                or name in self.architecture.dense
+            is_outside = name in (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS) or name in (
+                *self.architecture.dense,
+                *self.architecture.unused,
             )
             if is_outside or is_other_part(name) or is_ahead(name, layers) is not mtp:
                 continue

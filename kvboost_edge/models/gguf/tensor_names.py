@@ -33,7 +33,7 @@ _BARE = (
 )
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bias|scale))?")
-_WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
+_WHOLE = re.compile(r"([a-z_.]+)\.(weight|bias)")
 
 OTHER_PARTS = ("v.", "mm.", "a.")
 """Prefixes of vision and audio tensors. Ollama's files contain them besides the language model."""

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from helpers.models.assistants import TARGETS, config_of, save_pair
+from helpers.gguf.writer import write_gguf
+from helpers.models.assistants import TARGETS, config_of, save_pair, write_gguf_assistant
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
@@ -183,5 +184,51 @@ def test_several_models_share_a_draft_model_that_fits(fresh):
 
 def test_an_assistant_alone_is_refused(fresh):
     _, own = fresh
+    with pytest.raises(ModelFormatError, match="only drafts tokens for another model"):
+        CPUPagedEngine.from_pretrained(own)
+
+
+def gguf_pair(folder):
+    path, own = save_pair("gemma4-wide", folder)
+    return (
+        write_gguf(path, folder / "m.gguf", kind="Q8_0"),
+        write_gguf_assistant(own, folder / "own.gguf", "Q8_0"),
+    )
+
+
+def test_gguf_files_draft_without_changing_answers(tmp_path):
+    path, own = gguf_pair(tmp_path)
+    found = []
+    for options in ({"speculation": "off"}, {"speculation": "on", "draft_model": own}):
+        with CPUPagedEngine.from_pretrained(
+            path, num_blocks=64, num_threads=1, **options
+        ) as engine:
+            found.append(engine.generate("a cat", 40, temperature=0.0).output_token_ids)
+            counts = engine.paged_stats()["drafts"]
+    assert found[0] == found[1]
+    assert counts["mtp"]["num_drafts"] > 3
+    stored = draft_of(path, own, draft_weights="auto")
+    assert stored.info.weight_bytes == draft_of(path, own, draft_weights="int8").info.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"embedding_length_out": 128}, "has backbone_hidden_size=128, but the model has"),
+        ({"nextn_predict_layers": 4}, "must be less than block_count=3"),
+        ({"attention.sliding_window": 32}, "another sliding window than .*: 32, but .* has 24"),
+        ({"attention.head_count_kv": 1}, "another number of KV heads than .*: 1, but .* has 2"),
+        ({"tensor_parts": 2}, "key 'gemma4-assistant.tensor_parts' is not supported"),
+    ],
+)
+def test_a_gguf_assistant_of_another_model_is_refused(keys, message, tmp_path):
+    path, own = save_pair("gemma4-wide", tmp_path)
+    own = write_gguf_assistant(own, tmp_path / "own.gguf", **keys)
+    with pytest.raises(ConfigError, match=rf"draft_model=.* is refused: .*{message}"):
+        draft_of(path, own)
+
+
+def test_a_gguf_assistant_alone_is_refused(tmp_path):
+    _, own = gguf_pair(tmp_path)
     with pytest.raises(ModelFormatError, match="only drafts tokens for another model"):
         CPUPagedEngine.from_pretrained(own)

@@ -313,7 +313,7 @@ def write_gguf(
     known = arch_of(config) if is_hybrid(config) else ARCHS[config["model_type"]]
     arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else known
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
-    (write_hybrid_sizes if is_hybrid(config) else _write_sizes)(writer, config)
+    (write_hybrid_sizes if is_hybrid(config) else write_sizes_of)(writer, config)
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(f"{writer.arch}.{key}", None)
         kinds = {
@@ -387,7 +387,8 @@ def add_keys(writer: GGUFWriter, metadata: Config) -> None:
             kinds.get(type(plain), writer.add_uint32)(key, plain)
 
 
-def _write_sizes(writer: GGUFWriter, config: Config) -> None:
+def write_sizes_of(writer: GGUFWriter, config: Config) -> None:
+    """Write the keys that llama.cpp's converter writes for a model with this config."""
     model_type = config["model_type"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     write_sizes(

@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gguf
+import numpy as np
 import torch
+from gguf import GGUFWriter
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
 from transformers.models.gemma4_unified_assistant import Gemma4UnifiedAssistantForCausalLM
 
+from helpers.gguf.gemma4 import rope_freqs, write_gemma4_sizes
+from helpers.gguf.writer import add_matrix, write_sizes_of
 from helpers.json_files import read_json
 from helpers.models.built import copy_of
+from helpers.models.tensor_files import tensors_of
 from helpers.models.tiny_checkpoints import COMMON_FIELDS, save_tokenizer
 from helpers.models.tiny_models import FAMILIES, save_tiny_model, sharpen
 
@@ -117,3 +123,43 @@ def config_of(path: Path) -> dict[str, Any]:
     """The config of a directory."""
     found: dict[str, Any] = read_json(path / "config.json")
     return found
+
+
+def write_gguf_assistant(model_dir: Path, path: Path, kind: str = "F32", **keys: Any) -> Path:
+    """Write an assistant as GGUF, as llama.cpp's `Gemma4AssistantModel` does.
+
+    Args:
+        kind: type of the matrices.
+        keys: other metadata of the architecture.
+    """
+    outer = config_of(model_dir)
+    config = outer["text_config"]
+    layers = config["num_hidden_layers"]
+    writer = GGUFWriter(path, "gemma4-assistant")
+    write_sizes_of(writer, config)
+    write_gemma4_sizes(writer, config)
+    writer.add_uint32("gemma4-assistant.embedding_length_out", outer["backbone_hidden_size"])
+    writer.add_uint32("gemma4-assistant.nextn_predict_layers", layers)
+    for key, value in keys.items():
+        writer.kv_data[0].pop(f"gemma4-assistant.{key}", None)
+        writer.add_uint32(f"gemma4-assistant.{key}", value)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+    writer.add_tensor("rope_freqs.weight", rope_freqs(config))
+    for name, values in tensors_of(model_dir).items():
+        if name.startswith("masked_embedding."):  # its converter leaves them out
+            continue
+        target = f"nextn.{name}"
+        if name.startswith("model."):
+            name += ".weight" if name.endswith("layer_scalar") else ""
+            found = names.get_name(name, try_suffixes=(".weight",))
+            assert found is not None, name
+            target = found
+        is_matrix = values.ndim > 1
+        add_matrix(writer, target, values.astype(np.float32), kind if is_matrix else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

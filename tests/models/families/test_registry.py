@@ -9,7 +9,13 @@ import pytest
 
 from kvboost_edge.models import families
 from kvboost_edge.models.families import registry
-from kvboost_edge.models.families.registry import ARCHITECTURES, FAMILIES, MODEL_TYPES, WRAPPERS
+from kvboost_edge.models.families.registry import (
+    ARCHITECTURES,
+    ASSISTANTS,
+    FAMILIES,
+    MODEL_TYPES,
+    WRAPPERS,
+)
 
 PACKAGE = Path(families.__file__).parent
 FILES = sorted(
@@ -28,7 +34,7 @@ def test_every_model_type_belongs_to_one_file():
 
 
 def test_every_gguf_architecture_has_a_family():
-    assert {known.model_type for known in ARCHITECTURES.values()} <= set(FAMILIES)
+    assert {known.model_type for known in ARCHITECTURES.values()} <= {*FAMILIES, *ASSISTANTS}
     assert {text for wrapper in WRAPPERS.values() for text in wrapper.texts} <= set(FAMILIES)
     for known in MODEL_TYPES.values():
         assert known.tested or known.family is None

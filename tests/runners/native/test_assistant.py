@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from helpers.distance import distance
-from helpers.models.assistants import TARGETS, build_assistant, lends_kv, save_pair
+from helpers.models.assistants import (
+    TARGETS,
+    build_assistant,
+    lends_kv,
+    save_pair,
+    write_gguf_assistant,
+)
 from helpers.models.tiny_models import build_tiny_model
 from kvboost_edge.backends import cpu, reference
 from kvboost_edge.backends.base import BatchLayout
@@ -128,10 +134,13 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("made", [cpu.make, reference.make])
-def test_a_draft_equals_that_of_transformers(name, made, tmp_path):
+@pytest.mark.parametrize("form", ["safetensors", "GGUF", "reference"])
+def test_a_draft_equals_that_of_transformers(name, form, tmp_path):
     expected_by = Reference(name)
-    pair = Pair(*save_pair(name, tmp_path), made=made)
+    path, own = save_pair(name, tmp_path)
+    if form == "GGUF":
+        own = write_gguf_assistant(own, tmp_path / "own.gguf")
+    pair = Pair(path, own, made=reference.make if form == "reference" else cpu.make)
     found, _ = pair.fill(TOKENS)
     states, kv = expected_by.trunk(TOKENS)
     assert distance(found, states.numpy()) < 1e-4
