@@ -573,6 +573,16 @@ class EngineConfig:
         group=_SPECULATION,
         choices=CHOICES["weights"],
     )
+    draft_vocabulary: int | None = option(
+        None,
+        "Number of token ids, the lowest ones, that a draft model or mtp head chooses from; 0 for "
+        "all. Fewer ids make drafting faster. All are used where higher ids are frequent",
+        int,
+        group=_SPECULATION,
+        unit="ids",
+        low=0,
+        unset="65536, or all if there are fewer",
+    )
     mtp: str = option(
         "auto",
         "Multi-token prediction head of the model, which drafts tokens without changing the "

@@ -241,10 +241,10 @@ def _draft(script: Script, acceptance: Sequence[float]) -> None:
     push = model_drafts.ModelTurn.push
     place = 0
 
-    def push_at_place(turn: model_drafts.ModelTurn, logits: Any) -> None:
+    def push_at_place(turn: model_drafts.ModelTurn, logits: Any, padded: Any) -> None:
         nonlocal place
         place = len(turn.tokens)
-        push(turn, logits)
+        push(turn, logits, padded)
 
     def chance(*_: Any) -> float:
         return acceptance[min(place, len(acceptance) - 1)]

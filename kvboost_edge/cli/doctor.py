@@ -197,7 +197,7 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
                 **found,
                 "chunk_reuse": _chunk_reuse(checkpoint, config, found),
                 **_memory_of(checkpoint, config, found),
-                **mtp_report(checkpoint, found),
+                **mtp_report(checkpoint, config, found),
             }
     except KVBoostError as error:
         return {"problem": str(error)}
@@ -250,6 +250,7 @@ def _memory_of(
             "draft_weight_bytes": fit.draft.weight_bytes,
             "draft_pool_bytes": fit.draft_pool,
             "draft_context": fit.draft.max_context,
+            "draft_vocabulary": fit.draft.short_vocabulary or fit.draft.vocab_size,
             "draft_kv_bytes_per_token": draft_kv.bytes_per_block // draft_kv.block_size,
             "draft_speed": _draft_speed(draft.bytes_read / fit.info.weight_bytes),
         }

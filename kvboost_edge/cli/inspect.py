@@ -11,6 +11,7 @@ from rich.table import Table
 from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.draft_plan import short_vocabulary
 from kvboost_edge.engine.memory.selection import planned_kv_spec, select_path, usable_context
 from kvboost_edge.engine.request.sampling_defaults import sampling_defaults
 from kvboost_edge.errors import KVBoostError
@@ -81,18 +82,21 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
         "sampling_defaults": sampling_defaults(checkpoint.generation().sampling, config).as_dict(),
-        **mtp_report(checkpoint, path_taken),
+        **mtp_report(checkpoint, config, path_taken),
         "fingerprint": checkpoint.fingerprint(),
     }
 
 
-def mtp_report(checkpoint: Checkpoint, path_taken: Mapping[str, Any]) -> dict[str, Any]:
+def mtp_report(
+    checkpoint: Checkpoint, config: EngineConfig, path_taken: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return properties of the multi-token prediction (MTP) head in the model's files.
 
     The result is empty without a head, and for a model that no runner accepts.
 
     Args:
         checkpoint: the model.
+        config: options of the engine.
         path_taken: report of `route`.
     """
     if path_taken["runner"] not in RUNNERS:  # its files may be incomplete
@@ -117,6 +121,8 @@ def mtp_report(checkpoint: Checkpoint, path_taken: Mapping[str, Any]) -> dict[st
         "mtp_head": f"one layer with {inside}; shares with the model: {names}",
         "mtp_head_tensors": count,
         "mtp_head_bytes": plan_bytes(plan),
+        "draft_vocabulary": short_vocabulary(config, head.model.vocab_size)
+        or head.model.vocab_size,
     }
 
 

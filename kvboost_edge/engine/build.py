@@ -82,7 +82,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = (
     *("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range"),
-    *("draft_model", "mtp"),
+    *("draft_model", "draft_vocabulary", "mtp"),
 )
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
@@ -277,7 +277,11 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft: DraftPlan) -> None:
 
 
 def _load_runner(
-    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, progress: Progress | None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    progress: Progress | None,
+    short_vocabulary: int = 0,
 ) -> Runner:
     choice = selected.runner
     # Warn if the engine fell back to a slower runner that the user did not request.
@@ -288,11 +292,15 @@ def _load_runner(
         choice.reason,
     )
     _require_packages(choice.name, choice.reason, checkpoint.config)
-    return load_runner(choice.name, checkpoint, _load_options(config, selected, progress))
+    options = _load_options(config, selected, progress, short_vocabulary)
+    return load_runner(choice.name, checkpoint, options)
 
 
 def _load_options(
-    config: EngineConfig, selected: Selection, progress: Progress | None
+    config: EngineConfig,
+    selected: Selection,
+    progress: Progress | None,
+    short_vocabulary: int = 0,
 ) -> LoadOptions:
     return LoadOptions(
         weights=selected.runner.weights,
@@ -302,18 +310,20 @@ def _load_options(
         block_size=config.block_size,
         kv_bits=config.kv_bits,
         progress=progress,
+        short_vocabulary=short_vocabulary,
     )
 
 
 def _load_drafter(draft: DraftPlan, runner: Runner, progress: Progress | None) -> Runner:
     """Load a draft model, or the MTP head or assistant of the model that `runner` runs."""
+    short = draft.info.short_vocabulary
     if draft.head is None:
-        return _load_runner(draft.checkpoint, draft.config, draft.selected, progress)
+        return _load_runner(draft.checkpoint, draft.config, draft.selected, progress, short)
     from kvboost_edge.runners.native.mtp_head import load_mtp_head
     from kvboost_edge.runners.native.runner import NativeRunner
 
     assert isinstance(runner, NativeRunner)  # see `plan_draft`
-    options = _load_options(draft.config, draft.selected, progress)
+    options = _load_options(draft.config, draft.selected, progress, short)
     return load_mtp_head(draft.head, runner, options)
 
 

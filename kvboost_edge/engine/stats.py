@@ -191,6 +191,8 @@ def paged_stats(
             whose first, second and following tokens were accepted.
         max_draft_tokens: default limit of draft tokens per sequence and step. For a hybrid model,
             the limit for all sequences together.
+        draft_vocabulary: number of token ids that the draft model or MTP head chooses draft tokens
+            from where higher ids are rare. 0 without either.
 
     Requests and steps:
         num_running: sequences that hold blocks.
@@ -296,6 +298,7 @@ def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig)
             for name, one in scheduler.speculation.counts.items()
         },
         "max_draft_tokens": most_draft_tokens(config, manager.states),
+        "draft_vocabulary": scheduler.speculation.draft_vocabulary,
         "draft_bytes": scheduler.speculation.memory_bytes,
     }
 

@@ -50,6 +50,8 @@ class ForwardBatch:
         joined: float32 [num_tokens, hidden_size], hidden states that an MTP head joins with the
             embeddings of the tokens, or None for other models. An assistant returns logits and
             states of all rows.
+        is_short: whether only logits of the short vocabulary are wanted, see
+            `RunnerInfo.short_vocabulary`.
         is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
             True, the runner raises PassAbandoned.
     """
@@ -65,6 +67,7 @@ class ForwardBatch:
         default_factory=lambda: np.empty((0, 0), np.float32)
     )
     joined: npt.NDArray[np.float32] | None = None
+    is_short: bool = False
     is_abandoned: Callable[[], bool] | None = None
 
 
@@ -89,6 +92,8 @@ class RunnerInfo:
         joins_states: True for an MTP head, whose passes need `ForwardBatch.joined`.
         borrows_kv: True for an assistant, which attends to the KV of the model that it drafts for
             and stores none.
+        short_vocabulary: number of ids in the short vocabulary, which has the lowest ids, or 0 if
+            passes always compute all logits.
         numerics: versions of everything else that the exact bits of KV depend on.
     """
 
@@ -106,6 +111,7 @@ class RunnerInfo:
     stores_kv: bool = True
     joins_states: bool = False
     borrows_kv: bool = False
+    short_vocabulary: int = 0
     numerics: str = ""
 
 
@@ -165,6 +171,7 @@ class LoadOptions(NamedTuple):
         block_size: number of tokens in a KV block.
         kv_bits: bits of keys and bits of values in the pool.
         progress: called with the bytes done and the bytes in total.
+        short_vocabulary: see `RunnerInfo`.
     """
 
     weights: str
@@ -174,6 +181,7 @@ class LoadOptions(NamedTuple):
     block_size: int
     kv_bits: tuple[int, int]
     progress: Callable[[int, int], None] | None = None
+    short_vocabulary: int = 0
 
 
 class Runner(Protocol):

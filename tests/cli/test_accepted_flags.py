@@ -195,6 +195,7 @@ SERVE = """
 --draft-model x
 --model-draft x
 --draft-weights int8
+--draft-vocabulary 0
 --revision main
 --disk-cache-dir off
 --redis-url redis://x

@@ -83,6 +83,11 @@ def test_a_draft_model_is_added_to_the_memory_or_refused(tmp_path, monkeypatch, 
         r"about 1\.\d\d times at 60%, 1\.\d\d times at 75%, .* \(one request, not measured\)",
         found["draft_speed"],
     )
+    assert found["draft_vocabulary"] == 300
+    short = answered(*argv, draft, "-o", "draft_vocabulary=32")[f"Model {target}"]
+    assert short["draft_vocabulary"] == 32
+    fastest = [float(one["draft_speed"].split()[1]) for one in (found, short)]
+    assert fastest == sorted(fastest)
     hybrid = save_tiny_model("lfm2", tmp_path / "hybrid")
     found = answered(*argv, hybrid, code=1)[f"Model {target}"]
     assert (found["fits"], found["runner"]) == (False, "native")

@@ -10,7 +10,7 @@ from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_bytes
 
-ROWS = ("mtp_head", "mtp_head_tensors", "mtp_head_bytes")
+ROWS = ("mtp_head", "mtp_head_tensors", "mtp_head_bytes", "draft_vocabulary")
 
 
 def _said(answered, path, *argv):
@@ -36,7 +36,10 @@ def test_an_mtp_head_is_shown_with_its_size(name, inside, place, tmp_path, answe
         "mtp_head": f"one layer with {inside}; shares with the model: {shared}",
         "mtp_head_tensors": checkpoint.num_mtp_tensors,
         "mtp_head_bytes": plan_bytes(checkpoint.mtp_plan("int8")),
+        "draft_vocabulary": checkpoint.spec.vocab_size,
     }
+    options = ("-o", "draft_vocabulary=64")
+    assert _said(answered, path, *options)["draft_vocabulary"] == 64
 
 
 def test_a_model_without_a_head_shows_none(tmp_path, answered):

@@ -36,6 +36,11 @@ class DraftPlanner:
         """Size of the draft history, in bytes."""
         return 0
 
+    @property
+    def draft_vocabulary(self) -> int:
+        """Number of ids that the draft model usually chooses from, or 0 without one."""
+        return 0
+
     def draft(
         self,
         running: Several[Sequence],

@@ -26,8 +26,7 @@ class Assistant(MtpHead):
 
     has_kv = False
 
-    def trial(self) -> None:
-        """Compute one token in block 0, which must be empty, to measure how long that takes."""
+    def trial(self, *, is_short: bool) -> None:
         layout = BatchLayout(
             cu_seqlens_q=np.array([0, 1], np.int32),
             seq_lens=np.array([1], np.int32),
@@ -37,7 +36,8 @@ class Assistant(MtpHead):
         self._backend.prepare(layout)  # opens the block in a quantized pool
         zero = np.zeros(1, np.int64)
         reading = dataclasses.replace(layout, stores=False)
-        super()._forward(ForwardBatch(zero, zero, reading, logit_rows=zero), [])
+        batch = ForwardBatch(zero, zero, reading, logit_rows=zero, is_short=is_short)
+        super()._forward(batch, [])
         self._backend.release_blocks([0])
 
     def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:

@@ -107,8 +107,22 @@ class DraftModel:
         """Size of the weights, in bytes."""
         return self._runner.info.weight_bytes
 
-    def trial(self) -> None:
-        """Compute one token in block 0, which must be empty, to measure how long that takes."""
+    @property
+    def short_vocabulary(self) -> int:
+        """Number of ids in the short vocabulary, or 0 without one. See `RunnerInfo`."""
+        return self._runner.info.short_vocabulary
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids that draft tokens are usually chosen from."""
+        return self.short_vocabulary or self._runner.info.vocab_size
+
+    def trial(self, *, is_short: bool) -> None:
+        """Compute one token in block 0, which must be empty, to measure how long that takes.
+
+        Args:
+            is_short: see `forward`.
+        """
         layout = BatchLayout(
             cu_seqlens_q=np.array([0, 1], np.int32),
             seq_lens=np.array([1], np.int32),
@@ -116,7 +130,7 @@ class DraftModel:
             slot_mapping=np.zeros(1, np.int64),
         )
         zero = np.zeros(1, np.int64)
-        self._forward(ForwardBatch(zero, zero, layout, logit_rows=zero), [])
+        self._forward(ForwardBatch(zero, zero, layout, logit_rows=zero, is_short=is_short), [])
 
     def new_states(self) -> TokenStates | None:
         """Return the hidden states of a new sequence, or None if drafts do not need them."""
@@ -182,7 +196,13 @@ class DraftModel:
         if wanted:
             self._backend.copy_blocks(wanted)
 
-    def forward(self, rows: Sequence[DraftRows], is_abandoned: Callable[[], bool]) -> Floats:
+    def forward(
+        self,
+        rows: Sequence[DraftRows],
+        is_abandoned: Callable[[], bool],
+        *,
+        is_short: bool = False,
+    ) -> Floats:
         """Compute tokens, and return the logits of the rows that want them.
 
         Tokens that are drafts are not recorded as filled. Later rows attend to the KV of earlier
@@ -191,9 +211,11 @@ class DraftModel:
         Args:
             rows: at least one item. Each slot is written at most once.
             is_abandoned: function that tells the runner to abandon the pass.
+            is_short: whether to compute only logits of the short vocabulary.
 
         Returns:
-            Logits [number of wanted rows, vocab_size], valid until the next call.
+            Logits [number of wanted rows, vocab_size or short_vocabulary], valid until the next
+            call.
 
         Raises:
             PassAbandoned: the pass was abandoned. Its KV is incomplete.
@@ -230,6 +252,7 @@ class DraftModel:
                 slot_mapping=np.array(slots, np.int64),
             ),
             logit_rows=np.array(wanted, np.int64),
+            is_short=is_short,
             is_abandoned=is_abandoned,
         )
         logits = self._forward(batch, rows)

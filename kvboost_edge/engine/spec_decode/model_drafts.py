@@ -7,6 +7,11 @@ tokens of all sequences that it has not seen yet, and each further pass adds a t
 The draft model samples like the engine's model, with the same random number for each position, so
 that sampled requests accept its tokens almost as often as greedy ones.
 
+Most ids of a large vocabulary are rare, and their logits take much of a small model's time. The
+draft model can therefore have a short vocabulary of the lowest ids, which tokenizers give to
+frequent tokens. A step drafts from all ids if higher ones are frequent in one of its sequences, as
+in Chinese and Russian texts.
+
 An MTP head is a draft model that needs the hidden states of the engine's model. It can fill its KV
 only while these are known, so `ModelDrafts.keep_states` fills that of prompts after each pass. An
 assistant needs the hidden states too, but fills nothing.
@@ -17,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -57,6 +62,10 @@ _LEAST_FILL = 32  # tokens of a pass that measures the time of filling
 _FILL_RATE = 0.3  # share of a new measurement in that time
 _TRIALS = 3
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
+# A step drafts from the short vocabulary if at most so many of the recent tokens of each sequence
+# have ids outside it. The tokens that it cannot draft then cost less than its passes save.
+_MOST_RARE = 12
+_RECENT = 128
 _KEPT_STATES = 32  # tokens of a sequence whose hidden states wait for a draft
 
 
@@ -169,17 +178,24 @@ class ModelTurn:
         tokens = self.token_ids[start:stop]
         return DraftRows(self.sequence.blocks, start, tokens, wants_logits, self.draft.states)
 
-    def push(self, logits: Floats) -> None:
+    def push(self, logits: Floats, padded: Floats) -> None:
         """Sample the next token.
 
         The draft ends before a stop token, before a token that is too unlikely, and at logits with
         NaN.
+
+        Args:
+            logits: logits that the draft model computed, of the first ids.
+            padded: the same with -inf for all other ids.
         """
         largest = int(logits.argmax())
         if not np.isfinite(logits[largest]):
             self.draft.is_off = self.is_done = True
             return
-        token_id = self.draft.sample(logits, self.token_ids, largest)
+        token_id = self.draft.sample(padded, self.token_ids, largest)
+        if token_id >= len(logits):  # all ids of the short vocabulary are forbidden
+            self.is_done = True
+            return
         # The row before a stop token samples it, so its own row would be computed in vain.
         if token_id in self.sequence.request.stop_ids:
             self.is_done = True
@@ -217,15 +233,17 @@ class ModelDrafts:
 
     Attributes:
         is_on: False after an error of the draft model, which turns it off for this engine.
-        costs: times of its passes. Before `measure`, they are the engine's times by the size of
-            the weights.
+        is_short: whether this step drafts from the short vocabulary.
     """
 
     def __init__(self, model: DraftModel, vocab_size: int, weight_bytes: int) -> None:
         self.model = model
         self.is_on = True
+        self.is_short = model.short_vocabulary > 0
         self._vocab_size = vocab_size
-        self.costs = PassCosts()
+        self._padded: dict[int, Floats] = {}  # by the number of computed logits
+        # Times of passes, without and with the short vocabulary.
+        self._costs = PassCosts(), PassCosts()
         self._weight_ratio = model.weight_bytes / weight_bytes
         # Counts of all sequences, apart for greedy and sampled ones.
         self._counts = AcceptanceCounts(_MOST), AcceptanceCounts(_MOST)
@@ -239,18 +257,38 @@ class ModelDrafts:
             draft.fills_prompt = False
         return draft
 
+    @property
+    def costs(self) -> PassCosts:
+        """Times of its passes with the vocabulary of this step.
+
+        Before `measure`, they are the engine's times by the size of the weights.
+        """
+        return self._costs[self.is_short]
+
     def measure(self) -> None:
-        """Measure a pass with one row, so that the first drafts are worth their time.
+        """Measure passes with one row, so that the first drafts are worth their time.
 
         Call it before the engine starts.
         """
-        times = []
         with self._off_after_error():
-            for _ in range(_TRIALS):
-                began = time.perf_counter()
-                self.model.trial()
-                times.append(time.perf_counter() - began)
-            self.costs.observe(1, 0.0, min(times))
+            for is_short in (False, True)[: 1 + self.is_short]:
+                times = []
+                for _ in range(_TRIALS):
+                    began = time.perf_counter()
+                    self.model.trial(is_short=is_short)
+                    times.append(time.perf_counter() - began)
+                self._costs[is_short].observe(1, 0.0, min(times))
+
+    def choose_vocabulary(self, sequences: Iterable[Sequence]) -> None:
+        """Choose the vocabulary of a step for the sequences that may draft.
+
+        Call it before anything is proposed for the step.
+        """
+        short = self.model.short_vocabulary
+        self.is_short = short > 0 and all(
+            sum(token_id >= short for token_id in sequence.token_ids[-_RECENT:]) <= _MOST_RARE
+            for sequence in sequences
+        )
 
     @contextlib.contextmanager
     def _off_after_error(self) -> Iterator[None]:
@@ -472,10 +510,11 @@ class ModelDrafts:
     ) -> None:
         """Run one pass, and sample the next token of each draft whose last token it computes."""
         began = time.perf_counter()
-        logits = self.model.forward([one for _, one in rows], is_abandoned)
         wanted = [turn for turn, one in rows if one.wants_logits]
-        for turn, row in zip(wanted, logits, strict=True):
-            turn.push(self._fitted(row))
+        is_short = self.is_short and bool(wanted)
+        logits = self.model.forward([one for _, one in rows], is_abandoned, is_short=is_short)
+        for turn, row in zip(wanted, logits[:, : self._vocab_size], strict=True):
+            turn.push(row, self._fitted(row))
         seconds = time.perf_counter() - began
         num_tokens = sum(len(one.token_ids) for _, one in rows)
         if num_tokens == len(rows):
@@ -551,11 +590,14 @@ class ModelDrafts:
             draft.states.confirm(table, computed)
 
     def _fitted(self, logits: Floats) -> Floats:
-        """Return logits [vocab_size] without the draft model's padding."""
+        """Return logits [vocab_size], with -inf for ids without one, valid until the next call."""
         size = len(logits)
-        if size >= self._vocab_size:
-            return logits[: self._vocab_size]
-        return np.pad(logits, (0, self._vocab_size - size), constant_values=-np.inf)
+        if size == self._vocab_size:
+            return logits
+        if size not in self._padded:
+            self._padded[size] = np.full(self._vocab_size, -np.inf, np.float32)
+        self._padded[size][:size] = logits
+        return self._padded[size]
 
 
 def _probability(logits: Floats, token_id: int) -> float:

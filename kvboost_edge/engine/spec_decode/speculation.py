@@ -231,17 +231,20 @@ class Speculation(DraftPlanner):
                 too few spare blocks are left.
         """
         budget = min(budget, self._manager.recurrent.num_draft_rows)
+        drafting = [
+            one
+            for one in running
+            if one.drafting.proposes and wanted.get(one.index) == one.num_pending == 1
+        ]
+        if self._models is not None:
+            self._models.choose_vocabulary(drafting)
         step = self._costs_of(running, wanted)
         proposed: list[tuple[Sequence, DraftProposal]] = []
-        for sequence in running:
-            if (
-                sequence.drafting.proposes
-                and wanted.get(sequence.index) == sequence.num_pending == 1
-            ):
-                most = self.room(sequence)
-                draft = self._propose(sequence, most, step) if most > 0 else None
-                if draft is not None:
-                    proposed.append((sequence, draft))
+        for sequence in drafting:
+            most = self.room(sequence)
+            draft = self._propose(sequence, most, step) if most > 0 else None
+            if draft is not None:
+                proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
         chosen = iter(choose_lengths(weighed, step, self.credit) if weighed else ())
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
@@ -343,6 +346,10 @@ class Speculation(DraftPlanner):
                 return
         depth = float(sum(len(one.token_ids) * one.start for one in work))
         observe_pass(self.costs, self.credit, len(work), num_rows, depth, seconds)
+
+    @property
+    def draft_vocabulary(self) -> int:
+        return 0 if self._models is None else self._models.model.num_ids
 
     @property
     def memory_bytes(self) -> int:

@@ -154,16 +154,20 @@ class Emitter:
         add: bool = False,
         factor: float = 1.0,
         panel: int = lt.B_PANEL,
+        most_rows: int | None = None,
     ) -> None:
         """Emit the product with a matrix, which may be stored in several runs of rows.
 
-        A matrix with float weights reads `source`. Other matrices read `panel`.
+        A matrix with float weights reads `source`. Other matrices read `panel`. Rows of the matrix
+        after the first `most_rows` are not computed.
         """
         bias = self.packed.address(f"{name}_bias")
         done = 0
         index = 0
         while (run := run_name(name, index)) in self.entries:
             rows = self.entries[run].rows
+            if most_rows is not None:
+                rows = min(rows, most_rows - done)
             matrix = self.matrix(run, MAX_TILES, -(-rows // LANES), panel)
             matrix = matrix._replace(bias=bias + 4 * done if bias else 0)
             to = out._replace(first=out.first + done)

@@ -95,6 +95,7 @@ def load_mtp_head(
         weights=options.weights,
         num_threads=options.num_threads,
         block_size=options.block_size,
+        short_vocabulary=options.short_vocabulary,
     )
 
 

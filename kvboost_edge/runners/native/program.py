@@ -45,6 +45,9 @@ class LayerProgram:
         normed: end index of the operations up to the last norm.
         border: buffer that part `narrow` reads in addition to the hidden state, the attention
             output and B_PER_LAYER, or None.
+        short_head: first and end index of the operations that compute logits of the short
+            vocabulary from the hidden state before the last norm. The range is empty without a
+            short vocabulary.
         accept: first and end index of the operations that advance the recurrent state by accepted
             draft tokens. The range is empty without recurrent state.
         held: arrays whose addresses the operations contain.
@@ -56,6 +59,7 @@ class LayerProgram:
     narrow: int
     normed: int
     border: BufferRows | None
+    short_head: tuple[int, int]
     accept: tuple[int, int]
     held: list[npt.NDArray[np.float32]]
 
@@ -257,26 +261,57 @@ class _Builder(Emitter):
         Returns:
             The index of the operation after the norm.
         """
-        spec = self.spec
-        name = "embed" if spec.tied else "head"
-        self.norm("norm", name)
+        self.norm("norm", self.head_name)
         normed = len(self.ops)
-        logits = BufferRows(lt.B_LOGITS, self.sizes.logits)
-        self.linear(name, self.normed, logits, factor=spec.logit_factor)
-        if spec.logit_cap > 0:
-            self.ops.append(lt.CapOp(logits, spec.vocab_size, spec.logit_cap))
-        if spec.backbone_size:
-            self.quantize(self.normed, spec.hidden_size, "post_projection")
+        self.logits(self.spec.vocab_size)
+        if self.spec.backbone_size:
+            self.quantize(self.normed, self.spec.hidden_size, "post_projection")
             self.linear("post_projection", self.normed, self.wide)
         return normed
 
+    def short_head(self, count: int) -> tuple[int, int]:
+        """Emit the last norm and the first `count` rows of the LM head, if `count` > 0.
+
+        Returns:
+            The first and end index of the operations.
+        """
+        first = len(self.ops)
+        if count:
+            self.norm("norm", self.head_name)
+            self.logits(count)
+        return first, len(self.ops)
+
+    @property
+    def head_name(self) -> str:
+        """Name of the LM head's matrix."""
+        return "embed" if self.spec.tied else "head"
+
+    def logits(self, count: int) -> None:
+        """Emit the first `count` rows of the LM head."""
+        spec = self.spec
+        logits = BufferRows(lt.B_LOGITS, self.sizes.logits)
+        self.linear(self.head_name, self.normed, logits, factor=spec.logit_factor, most_rows=count)
+        if spec.logit_cap > 0:
+            self.ops.append(lt.CapOp(logits, count, spec.logit_cap))
+
 
 def build_program(
-    spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
+    spec: ModelSpec,
+    plan: list[PackEntry],
+    packed: PackedWeights,
+    num_threads: int,
+    short_vocabulary: int = 0,
 ) -> LayerProgram:
     """Build a model's program.
 
     The program contains addresses in `packed`, which must outlive it.
+
+    Args:
+        spec: the model.
+        plan: its pack plan.
+        packed: its weights.
+        num_threads: number of kernel threads.
+        short_vocabulary: see `RunnerInfo`.
     """
     builder = _Builder(spec, plan, packed, num_threads)
     ops = builder.ops
@@ -297,6 +332,7 @@ def build_program(
         builder.behind_mixing(index)
     normed = builder.head()
     parts.append((first, len(ops)))
+    short_head = builder.short_head(short_vocabulary)
     accept = builder.accept_drafts()
     border = builder.border(spec.first_shared - 1)
     held = [
@@ -311,6 +347,7 @@ def build_program(
         spec.first_shared,
         normed,
         border,
+        short_head,
         accept,
         held,
     )

@@ -124,11 +124,12 @@ class NativeRunner:
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
         table: RowTable | None = None,
+        short_vocabulary: int = 0,
     ) -> None:
         self._spec = spec
         self._packed = packed
         self._table = table
-        self._program = build_program(spec, plan, packed, num_threads)
+        self._program = build_program(spec, plan, packed, num_threads, short_vocabulary)
         experts = (entry.kind for entry in plan if entry.name.endswith(".experts_down"))
         floats = any(FORMATS[kind].is_float for kind in experts)
         self._buffers = ProgramBuffers(spec, float_experts=floats)
@@ -156,6 +157,7 @@ class NativeRunner:
             stores_kv=not spec.both_ways,
             joins_states=spec.joins_states,
             borrows_kv=spec.backbone_size > 0,
+            short_vocabulary=short_vocabulary,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
         )
 
@@ -170,6 +172,7 @@ class NativeRunner:
         kv_bits: tuple[int, int] = (16, 16),
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
+        short_vocabulary: int = 0,
     ) -> NativeRunner:
         """Load a checkpoint. Packed weights are taken from the cache directory if possible.
 
@@ -182,6 +185,7 @@ class NativeRunner:
             cache_dir: directory of packed weights, or None for the default. NO_CACHE keeps them in
                 memory only.
             progress: called with the bytes done and the bytes in total.
+            short_vocabulary: see `RunnerInfo`.
 
         Raises:
             ModelFormatError: the native runner cannot run the model.
@@ -218,6 +222,7 @@ class NativeRunner:
             block_size=block_size,
             kv_bits=kv_bits,
             table=tables[0] if tables else None,
+            short_vocabulary=short_vocabulary,
         )
 
     def lend(self, borrower: PackedWeights, entries: Mapping[str, PackEntry]) -> None:
@@ -288,7 +293,8 @@ class NativeRunner:
         """Compute a pass: store its KV, fill `batch.states` and return logits.
 
         Returns:
-            Logits, float32 [num_logits, vocab_size].
+            Logits, float32 [num_logits, vocab_size], or [num_logits, short_vocabulary] if
+            `batch.is_short`.
         """
         backend = self._backend
         if backend is None:
@@ -454,7 +460,7 @@ class NativeRunner:
         end = parts[-1][1]
         num_states = len(batch.state_rows)
         if num_tokens in (len(batch.logit_rows), num_states):
-            if len(batch.logit_rows) < num_tokens:
+            if len(batch.logit_rows) < num_tokens or batch.is_short:
                 end = self._program.normed
             memory = self._prepare_whole(
                 whole, batch, prepared, addresses, (0, end), range(len(parts) - 1)
@@ -466,7 +472,7 @@ class NativeRunner:
                 batch.states[:] = self._buffers.states(num_tokens)[batch.state_rows]
             if end == self._program.normed:
                 hidden = self._buffers.hidden(num_tokens)
-                return self._head(addresses, hidden[batch.logit_rows])
+                return self._head(batch, addresses, hidden[batch.logit_rows])
             return logits[:, : self._spec.vocab_size]
         # Attention is the last operation before a part. A prompt chunk that needs no logits skips
         # it. A recurrent state is always advanced.
@@ -499,7 +505,8 @@ class NativeRunner:
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows)
         )
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
-        if not len(states) or self._spec.backbone_size:
+        is_short = batch.is_short and len(rows) > 0
+        if not (len(states) or is_short) or self._spec.backbone_size:
             logits = self._buffers.logits(len(rows))
             if len(rows):
                 addresses[lt.B_LOGITS] = logits.ctypes.data
@@ -509,19 +516,22 @@ class NativeRunner:
             return logits[:, : self._spec.vocab_size]
         both = np.union1d(rows, states)
         hidden = self._run_rows((first, program.normed), both, rest)
-        batch.states[:] = self._buffers.normed(len(both))[np.searchsorted(both, states)]
-        return self._head(addresses, hidden[np.searchsorted(both, rows)])
+        if len(states):
+            batch.states[:] = self._buffers.normed(len(both))[np.searchsorted(both, states)]
+        return self._head(batch, addresses, hidden[np.searchsorted(both, rows)])
 
-    def _head(self, addresses: Longs, hidden: Floats) -> Floats:
+    def _head(self, batch: ForwardBatch, addresses: Longs, hidden: Floats) -> Floats:
         """Run the last norm and the LM head on rows of the hidden state before the norm."""
+        program = self._program
         logits = self._buffers.logits(len(hidden))
+        part = program.short_head if batch.is_short else (program.normed - 1, program.parts[-1][1])
         if len(hidden):
             addresses = addresses.copy()
             addresses[lt.B_HIDDEN] = hidden.ctypes.data
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            program = self._program
-            self._run((program.normed - 1, program.parts[-1][1]), addresses, len(hidden))
-        return logits[:, : self._spec.vocab_size]
+            self._run(part, addresses, len(hidden))
+        info = self.info
+        return logits[:, : info.short_vocabulary if batch.is_short else info.vocab_size]
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> Floats:
         """Run operations on copies of some rows, given in ascending order.
@@ -658,6 +668,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
         kv_bits=options.kv_bits,
         cache_dir=checkpoint.cache_dir,
         progress=options.progress,
+        short_vocabulary=options.short_vocabulary,
     )
     log_dtype(options.dtype, runner.info)
     return runner

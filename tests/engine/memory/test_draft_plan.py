@@ -16,6 +16,7 @@ from kvboost_edge.engine.build import draft_model_refusal
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
 from kvboost_edge.engine.memory.selection import select_path
+from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.host.memory import process_rss
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -95,6 +96,54 @@ def test_answers_equal_those_without_a_draft_model(pair):
     assert sum(one.accepted_tokens for one in found) > 20, (
         "a model must accept most drafts of itself"
     )
+
+
+def test_a_vocabulary_of_all_ids_is_not_short(pair):
+    target, draft = pair  # with 310 rows
+    options = {"num_blocks": 64, "num_threads": 1, "draft_model": draft, "speculation": "on"}
+    found = []
+    for count in (None, 0, 310, 400, 309):
+        with CPUPagedEngine.from_pretrained(target, **options, draft_vocabulary=count) as engine:
+            answer = engine.generate(PROMPT, max_new_tokens=40, temperature=0.0)
+            found.append(answer.output_token_ids)
+            assert engine.paged_stats()["draft_vocabulary"] == (309 if count == 309 else 310)
+            info = engine._parts.drafter.runner.info
+            assert info.short_vocabulary == (309 if count == 309 else 0)
+    assert found == found[:1] * 5
+
+
+@pytest.mark.parametrize(
+    ("constraint", "forced"),
+    [({"regex": "[a-z ]{30}"}, False), ({"choice": ["the same text again", "another"]}, True)],
+)
+def test_structured_output_outside_the_short_vocabulary_is_unchanged(
+    pair, constraint, forced, monkeypatch
+):
+    """Only ids of digits and punctuation are drafted, but letters are allowed. Forced tokens are
+    drafted nevertheless.
+    """
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
+    target, _ = pair
+    options = {"num_blocks": 64, "num_threads": 1}
+    drafting = {"draft_model": target, "speculation": "on", "draft_vocabulary": 32}
+    found = []
+    for more in ({"speculation": "off"}, drafting):
+        with CPUPagedEngine.from_pretrained(target, **options, **more) as engine:
+            for drawn in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+                found.append(
+                    engine.generate(
+                        "0 1 2 3 4 5", max_new_tokens=30, **constraint, **drawn, logprobs=2
+                    )
+                )
+    for off, on in zip(found[:2], found[2:], strict=True):
+        assert on.output_token_ids == off.output_token_ids
+        assert on.logprobs == off.logprobs
+        assert min(on.output_token_ids) >= 32
+        assert ("grammar" in on.drafts) == forced
+    if not forced:
+        counts = found[2].drafts["draft_model"]
+        assert counts.num_drafts > 0
+        assert not any(counts.accepted_by_position)
 
 
 def test_draft_p_min_does_not_change_answers(pair):
@@ -245,6 +294,7 @@ def test_draft_models_need_the_native_runner(pair):
     [
         ({"draft_weights": "int8"}, "draft_weights='int8' has no effect without draft_model"),
         ({"draft_weights": "int3"}, "draft_weights='int3' is not one of"),
+        ({"draft_vocabulary": -1}, "draft_vocabulary=-1 must be"),
         ({"draft_model": ""}, "draft_model='' must be a path, a hub id or None"),
         ({"draft_model": 5}, "draft_model=5 must be a path"),
         (

@@ -64,7 +64,11 @@ class RandomSchedule:
             max_num_seqs=max_num_seqs,
             max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
             tiers=([], [near], [far], [near, far])[seed // 2 % 4],
-            drafter=fake_drafter(num_blocks, drafts, of=kind) if drafts else None,
+            drafter=fake_drafter(
+                num_blocks, drafts, of=kind, short_vocabulary=(0, 200)[seed // 6 % 2]
+            )
+            if drafts
+            else None,
         )
         gives_states(self.bench)
         self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3

@@ -195,6 +195,95 @@ def test_vocabulary_padding_is_cut(kind, vocab_size):
     assert_all_accepted(bench)
 
 
+SHORT = 128
+
+
+def watch_drafts(bench):
+    """A list that receives the position, the tokens and the number of accepted tokens of each
+    draft, and whether its step used the short vocabulary.
+    """
+    speculation = bench.scheduler.speculation
+    settle = speculation.settle
+    found = []
+
+    def note(work, num_accepted):
+        if work.num_drafted:
+            tokens = list(work.token_ids[-work.num_drafted :])
+            short = models_of(bench).is_short
+            found.append((work.certain_stop, tokens, num_accepted, short))
+        settle(work, num_accepted)
+
+    speculation.settle = note
+    return found
+
+
+@pytest.mark.parametrize("drafts", ["right", "random", MTP])
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE, VOCAB_SIZE + 12])
+@pytest.mark.some(3)
+def test_ids_outside_the_short_vocabulary_are_never_drafted(kind, drafts, vocab_size, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
+    bench = drafting_bench(kind, drafts, vocab_size=vocab_size, short_vocabulary=SHORT)
+    found = watch_drafts(bench)
+    text = prompt(9, 20)
+    tokens = [*text, *bench.ask(text, 60, terms=DRAFTS).output_token_ids]
+    for place, drafted, num_accepted, is_short in found:
+        assert is_short
+        assert max(drafted) < SHORT
+        if drafts == "right" and num_accepted < len(drafted):
+            assert tokens[place + num_accepted] >= SHORT, "the only reason to reject"
+    options = {"temperature": 0.9, "top_k": 200, "seed": 7, "logit_bias": {200: 3.0, 5: -2.0}}
+    answers = []
+    for one in (bench, kind.bench()):
+        handle = one.submit(prompt(8, 30), 60, terms=DRAFTS, **options)
+        one.run()
+        answers.append(handle.result(0).output_token_ids)
+    assert answers[0] == answers[1]
+    assert models_of(bench).is_on
+    assert draft_runner(bench).num_short > 20
+    assert max(token for _, drafted, _, _ in found for token in drafted) < SHORT
+
+
+def test_all_ids_are_drafted_while_ids_outside_the_short_vocabulary_are_frequent(kind):
+    bench = drafting_bench(kind, short_vocabulary=SHORT)
+    found = watch_drafts(bench)
+    text = [token % SHORT for token in prompt(9, 140)]
+    tokens = [*text, *bench.ask(text, 80, terms=DRAFTS).output_token_ids]
+    for place, drafted, num_accepted, is_short in found:
+        rare = sum(token >= SHORT for token in tokens[:place][-128:])
+        assert is_short == (rare <= 12)
+        assert is_short or num_accepted == len(drafted)
+    assert {is_short for *_, is_short in found} == {True, False}
+
+
+def test_one_sequence_with_other_ids_needs_all_ids_for_the_step():
+    bench = drafting_bench(PLAIN, short_vocabulary=SHORT)
+    ways = []
+    draft_runner(bench).on_forward = lambda batch: ways.append(
+        (len(batch.layout.seq_lens), batch.is_short)
+    )
+    low = bench.submit([token % SHORT for token in prompt(1, 40)], 9, terms=DRAFTS)
+    bench.step()
+    bench.step()
+    high = bench.submit([token % SHORT + SHORT for token in prompt(2, 40)], 9, terms=DRAFTS)
+    bench.run()
+    for handle in (low, high):
+        bench.answer(handle)
+    assert (1, True) in ways
+    assert (2, False) in ways
+    assert (2, True) not in ways
+
+
+def test_a_request_that_forbids_the_short_vocabulary_is_not_drafted(kind, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
+    bench = drafting_bench(kind, short_vocabulary=4)
+    bias = dict.fromkeys(range(4), -100.0)
+    handle = bench.submit(prompt(3, 20), 30, terms=DRAFTS, logit_bias=bias)
+    bench.run()
+    assert models_of(bench).is_on
+    assert handle.result(0).finish_reason == "length"
+    assert handle.result(0).accepted_tokens == 0
+
+
 def test_a_stop_token_ends_the_draft(kind):
     token_ids = prompt(3, 20)
     truth = kind.bench().runner.expected(token_ids, 40)

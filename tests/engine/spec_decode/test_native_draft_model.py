@@ -12,6 +12,7 @@ from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.native_bench import ALL_BITS, ROOT, NativeBench
 from helpers.engine.native_kinds import machine_of
 from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.spec_decode import model_drafts
 
 NUM_BLOCKS = 64
 DRAFTS = {"max_draft_tokens": 5, "always_drafts": True}
@@ -60,13 +61,14 @@ def run(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bits):
+def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bits, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
     machine, other = machines
     answers, kv, _ = run(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
     accepted = []
-    for maker in (machine, other):
-        drafter = maker.drafter(NUM_BLOCKS)
+    for maker, short in ((machine, 0), (other, 0), (machine, 150)):
+        drafter = maker.drafter(NUM_BLOCKS, short)
         bench = NativeBench(machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter)
         without_lookup(bench)
         with_typical_times(bench)
@@ -75,7 +77,7 @@ def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bi
         assert found_kv == kv
         assert bench.scheduler.speculation._models.is_on
         accepted.append(num_accepted)
-    assert accepted[0] > 30
+    assert accepted[0] > accepted[2] > 0, accepted
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)

@@ -16,6 +16,7 @@ from helpers.models.mtp_heads import save_with_head
 from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.oracles.packed_plan import last_states, mtp_model, mtp_states, plan_floats
 from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.spec_decode import model_drafts
 
 NUM_BLOCKS = 64
 DRAFTS = {"max_draft_tokens": 3, "always_drafts": True}
@@ -29,8 +30,8 @@ def machine_of(path, weights, family):
     return Machine(path, weights, STATES if family.startswith("qwen") else None)
 
 
-def head_bench(machine, *, num_blocks=NUM_BLOCKS, bits=(16, 16), **options):
-    head = machine.head(bits, 1, num_blocks)
+def head_bench(machine, *, num_blocks=NUM_BLOCKS, bits=(16, 16), short=0, **options):
+    head = machine.head(bits, 1, num_blocks, short)
     bench = NativeBench(machine, num_blocks=num_blocks, bits=bits, drafter=head, **options)
     without_lookup(bench)
     with_typical_times(bench)
@@ -187,16 +188,36 @@ def answers(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
-def test_answers_and_published_kv_equal_those_without_the_head(machine, bits):
+def test_answers_and_published_kv_equal_those_without_the_head(machine, bits, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
     expected, kv = answers(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
-    bench = head_bench(machine, bits=bits)
-    found, found_kv = answers(bench, 0, **DRAFTS)
-    assert found == expected
-    assert found_kv == kv
-    speculation = bench.scheduler.speculation
-    assert speculation._models.is_on
-    assert speculation.counts["mtp"].num_drafts > 20
+    for short in (0, 150):
+        bench = head_bench(machine, bits=bits, short=short)
+        found, found_kv = answers(bench, 0, **DRAFTS)
+        assert found == expected
+        assert found_kv == kv
+        speculation = bench.scheduler.speculation
+        assert speculation._models.is_on
+        assert speculation._models.is_short == (short > 0)
+        assert speculation.counts["mtp"].num_drafts > 20
+
+
+def test_drafts_from_a_short_vocabulary_equal_the_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
+    path = save_with_head("qwen3_5_text", tmp_path)
+    machine = machine_of(path, "f32", "qwen3_5_text")
+    reference = Reference(path)
+    bench = head_bench(machine, short=150)
+    drafts = recorded(bench)
+    bench.generate(token_ids(1, 40), GREEDY, **DRAFTS)
+    assert len(drafts) > 5
+    every = [reference.draft(tokens, len(drafted)) for tokens, drafted in drafts]
+    reference.matrix = reference.matrix[:150]
+    short = [reference.draft(tokens, len(drafted)) for tokens, drafted in drafts]
+    assert short != every
+    assert [drafted for _, drafted in drafts] == short
+    machine.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -40,6 +40,10 @@ class FakeDraftRunner(FakeRunner):
             or "one off" (wrong after every third token).
         of: kind of the engine's model.
         vocab_size: size of its vocabulary, which may differ from the engine's.
+        short_vocabulary: see `RunnerInfo`.
+
+    Attributes:
+        num_short: number of passes with the short vocabulary.
     """
 
     def __init__(
@@ -49,12 +53,19 @@ class FakeDraftRunner(FakeRunner):
         *,
         of: ModelKind = PLAIN,
         vocab_size: int = VOCAB_SIZE,
+        short_vocabulary: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(backend, **options)
         self.kind = kind
         self._of = of
-        self.info = dataclasses.replace(self.info, vocab_size=vocab_size, weight_bytes=200)
+        self.num_short = 0
+        self.info = dataclasses.replace(
+            self.info,
+            vocab_size=vocab_size,
+            weight_bytes=200,
+            short_vocabulary=short_vocabulary,
+        )
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
         logits = super().forward(batch)
@@ -68,7 +79,12 @@ class FakeDraftRunner(FakeRunner):
             logits = np.random.default_rng(self.computed).normal(size=logits.shape)
         size = self.info.vocab_size
         padding = np.full((len(logits), max(0, size - VOCAB_SIZE)), 100.0)
-        return np.hstack([logits[:, :size], padding]).astype(np.float32)
+        logits = np.hstack([logits[:, :size], padding]).astype(np.float32)
+        if batch.is_short:
+            self.num_short += 1
+            assert 0 < self.info.short_vocabulary < size
+            return logits[:, : self.info.short_vocabulary]
+        return logits
 
     def _logits(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         if self._of is PLAIN:
@@ -144,7 +160,9 @@ def drafting_bench(
 ) -> Bench:
     """Make a bench whose draft tokens come from a draft model and not from prompt lookup."""
     draft_options = {
-        name: options.pop(name) for name in ("vocab_size", "max_context") if name in options
+        name: options.pop(name)
+        for name in ("vocab_size", "max_context", "short_vocabulary")
+        if name in options
     }
     drafter = fake_drafter(num_blocks, drafts, of=kind, **draft_options)
     bench = kind.bench(num_blocks, drafter=drafter, **options)
@@ -153,15 +171,16 @@ def drafting_bench(
         draft_runner(bench).unknown = 0
     without_lookup(bench)
     with_typical_times(bench)
-    draft_runner(bench).computed = 0
+    draft_runner(bench).computed = draft_runner(bench).num_short = 0
     return bench
 
 
 def with_typical_times(bench: Bench | NativeBench) -> None:
     """Make draft lengths independent of the measured times of a fake runner."""
-    for part in (bench.scheduler.speculation, models_of(bench)):
-        part.costs = PassCosts()
-        part.costs.observe = lambda num_rows, depth, seconds: None
+    made = [PassCosts() for _ in range(3)]
+    for costs in made:
+        costs.observe = lambda num_rows, depth, seconds: None
+    bench.scheduler.speculation.costs, *models_of(bench)._costs = made
     models_of(bench)._weight_ratio = 0.2
 
 

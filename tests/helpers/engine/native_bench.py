@@ -87,23 +87,32 @@ class Machine:
             )
         return self._runners[bits, threads]
 
-    def drafter(self, num_blocks: int) -> DraftParts:
+    def drafter(self, num_blocks: int, short_vocabulary: int = 0) -> DraftParts:
         """Return the model as a draft model of an engine with `num_blocks` blocks. It has a
         separate runner.
         """
-        if num_blocks not in self._drafters:
-            runner = NativeRunner.from_dir(self._directory, weights=self._weights, num_threads=1)
+        key = num_blocks, short_vocabulary
+        if key not in self._drafters:
+            runner = NativeRunner.from_dir(
+                self._directory,
+                weights=self._weights,
+                num_threads=1,
+                short_vocabulary=short_vocabulary,
+            )
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
             runner.bind(backend)
-            self._drafters[num_blocks] = DraftParts(runner, backend, self._digest)
-        return self._drafters[num_blocks]
+            self._drafters[key] = DraftParts(runner, backend, self._digest)
+        return self._drafters[key]
 
-    def head(self, bits: Bits, threads: int, num_blocks: int) -> DraftParts:
+    def head(
+        self, bits: Bits, threads: int, num_blocks: int, short_vocabulary: int = 0
+    ) -> DraftParts:
         """Return the model's MTP head, for an engine with the runner of `parts`."""
-        key = bits, threads, num_blocks
+        key = bits, threads, num_blocks, short_vocabulary
         if key not in self._heads:
             checkpoint = Checkpoint.open(self._directory)
             options = LoadOptions(self._weights, "auto", "cpu", threads, BLOCK, (16, 16))
+            options = options._replace(short_vocabulary=short_vocabulary)
             runner = load_mtp_head(checkpoint, self._runner(bits, threads), options)
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=threads)
             runner.bind(backend)
