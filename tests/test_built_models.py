@@ -21,7 +21,7 @@ def test_a_copy_may_be_changed_and_the_next_one_is_as_built(tmp_path):
     assert len(made) == 2
 
 
-def test_what_fails_leaves_nothing_to_share(tmp_path):
+def test_a_failed_build_leaves_nothing_to_share(tmp_path):
     def fail(folder):
         (folder / "half").write_text("")
         raise OSError("no space")

@@ -154,7 +154,7 @@ def test_a_segment_border_on_a_partition_border_changes_no_bit(threads):
 
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
-def test_a_plain_sequence_is_unchanged_beside_a_segmented_one(bits):
+def test_a_plain_sequence_is_unchanged_next_to_a_segmented_one(bits):
     """The plain sequence is one segment in the batch with the segmented one. Its output equals that
     of a layout without segments.
     """

@@ -62,7 +62,7 @@ def past_of(out):
 
 
 @torch.inference_mode()
-def behind_the_prefix(model):
+def after_the_prefix(model):
     """Run all suffixes after the shared prefix; return their past KV, their first tokens and the
     mask.
     """
@@ -86,7 +86,7 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, e
     if eos is not None:
         eos = singles[0][3]  # so that rows end at different times
         singles = [row[: row.index(eos) + 1] if eos in row else row for row in singles]
-    past, first, full = behind_the_prefix(model)
+    past, first, full = after_the_prefix(model)
     starts = [20 + len(s) for s in SUFFIXES]
     outputs, grown = batched_decode(model, past, first, starts, 12, eos, attention_mask=full)
     assert outputs == singles
@@ -163,7 +163,7 @@ def test_ambiguous_padding_without_a_mask_is_refused(llama):
     """After broadcast_kv and pad_and_mask, the padding is between prefix and suffix, so
     batched_decode needs a mask.
     """
-    past, first, full = behind_the_prefix(llama)
+    past, first, full = after_the_prefix(llama)
     for start in (24, [25, 21, 23]):
         with pytest.raises(RequestError, match=r"attention_mask .* pad_and_mask"):
             batched_decode(llama, past, first, start, 4, None, 1.0, False, "cpu")

@@ -76,7 +76,7 @@ void copy_over_what_others_read(Params p) {
     p.out[threadIdx.x] = sum;
 }
 
-void copy_nobody_waits_for(Params p) {
+void unawaited_copy(Params p) {
     copy16_async(own_row(), p.in, true);
     p.out[threadIdx.x] = 0;
 }
@@ -87,13 +87,13 @@ void copy_off_by_two_bytes(Params p) {
     p.out[threadIdx.x] = 0;
 }
 
-void matrix_behind_the_end(Params p) {
+void matrix_after_the_end(Params p) {
     unsigned r[4];
     load_matrices(r, own_row() + 8 * kThreads);
     p.out[threadIdx.x] = r[0];
 }
 
-void read_behind_the_end(Params p) {
+void read_after_the_end(Params p) {
     p.out[threadIdx.x] = reinterpret_cast<Arena>(shared_arena())[4 * kThreads + threadIdx.x];
 }
 
@@ -112,10 +112,10 @@ const struct {
     {"shuffles_of_two_branches", shuffles_of_two_branches},
     {"copy_read_too_early", copy_read_too_early},
     {"copy_over_what_others_read", copy_over_what_others_read},
-    {"copy_nobody_waits_for", copy_nobody_waits_for},
+    {"unawaited_copy", unawaited_copy},
     {"copy_off_by_two_bytes", copy_off_by_two_bytes},
-    {"matrix_behind_the_end", matrix_behind_the_end},
-    {"read_behind_the_end", read_behind_the_end},
+    {"matrix_after_the_end", matrix_after_the_end},
+    {"read_after_the_end", read_after_the_end},
     {"read_before_the_input", read_before_the_input},
 };
 

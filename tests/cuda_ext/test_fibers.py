@@ -71,7 +71,7 @@ def test_a_race_gives_different_results_in_some_orders(functions, name):
         ),
         ("shuffles_of_two_branches", "divergent warp: another of its threads waits at line"),
         ("copy_off_by_two_bytes", "must be a multiple of 16"),
-        ("matrix_behind_the_end", "is outside of 2048 bytes of shared memory"),
+        ("matrix_after_the_end", "is outside of 2048 bytes of shared memory"),
     ],
 )
 def test_a_kernel_error_names_its_place(functions, name, message):
@@ -81,9 +81,7 @@ def test_a_kernel_error_names_its_place(functions, name, message):
 
 
 def test_an_unawaited_async_copy_is_an_error(functions):
-    for (_, timing), outcome in zip(
-        SCHEDULES, outcomes(functions, "copy_nobody_waits_for"), strict=True
-    ):
+    for (_, timing), outcome in zip(SCHEDULES, outcomes(functions, "unawaited_copy"), strict=True):
         assert isinstance(outcome, str) == (timing == 1)
 
 
@@ -142,7 +140,7 @@ def test_no_variant_accesses_memory_out_of_bounds():
     assert done.stdout == "48 launches\n"
 
 
-@pytest.mark.parametrize("name", ["read_behind_the_end", "read_before_the_input"])
+@pytest.mark.parametrize("name", ["read_after_the_end", "read_before_the_input"])
 def test_the_address_sanitizer_detects_out_of_bounds_accesses(name):
     done = sanitized(name)
     assert done.returncode == 77

@@ -161,7 +161,7 @@ def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
 
 
 @pytest.mark.some(2)
-def test_tokens_decoded_beside_nan_are_unchanged(engine):
+def test_tokens_decoded_in_a_batch_with_nan_are_unchanged(engine):
     """One pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}
     alone = engine.generate(GOOD, mode="baseline", **options).output_token_ids

@@ -70,16 +70,16 @@ class Oracle:
         """Return logits of the last NUM_ROWS tokens, with the spans' keys and values from their
         original positions.
         """
-        return self._behind_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
+        return self._after_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
 
     def masses(self, ids, served, spans, layer):
         """Return the attention that the last tokens of a prompt pay to each token [len(ids)] in a
         layer, over all heads.
         """
-        found = self._behind_spans(ids, served, spans, output_attentions=True)
+        found = self._after_spans(ids, served, spans, output_attentions=True)
         return found.attentions[layer][0, :, -NUM_QUERY_TOKENS:].sum((0, 1)).numpy()
 
-    def _behind_spans(self, ids, served, spans, **options):
+    def _after_spans(self, ids, served, spans, **options):
         """Run the model on the tokens after the last span."""
         stored = self.kv(served)
         cache = DynamicCache(config=self.model.config)
@@ -243,7 +243,7 @@ def test_cacheblend_recomputes_the_blocks_with_the_largest_value_deviation(
     assert seen.chosen == set(ranked[:count])
 
 
-@pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "behind seams"])
+@pytest.mark.parametrize("repair", [QUERY, QUERY_SEAMS], ids=["blocks", "after seams"])
 @pytest.mark.some(2)
 def test_query_recompute_chooses_the_most_attended_blocks(engine, oracle, repair, monkeypatch):
     served, ids, seen = asked(engine, repair, monkeypatch)

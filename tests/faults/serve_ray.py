@@ -82,7 +82,7 @@ FAULTS = (
         "serve_ray/routing/router.py",
         "near[held == held.max()]",
         "near",
-        f"{_ROUTER}::test_of_nearly_equal_replicas_the_one_with_most_blocks_is_chosen",
+        f"{_ROUTER}::test_the_replica_with_most_blocks_wins_among_nearly_equal_ones",
     ),
     fault(
         "equal cache keys of two tenants share a root",
@@ -145,7 +145,7 @@ FAULTS = (
         "serve_ray/routing/event_journal.py",
         "(_keys(events.evicted, place) - published) & held",
         "_keys(events.evicted, place) & held",
-        f"{_JOURNAL}::test_of_two_hashes_with_one_key_the_published_one_counts",
+        f"{_JOURNAL}::test_the_published_one_of_two_hashes_with_one_key_counts",
     ),
     fault(
         "does not cancel work again that survives its cancellation",

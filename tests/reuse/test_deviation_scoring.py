@@ -108,7 +108,7 @@ def test_the_blocks_that_deviate_most_are_recomputed():
     assert manager.used_block_count == 0
 
 
-def test_blocks_behind_a_span_are_not_promised():
+def test_blocks_after_a_span_are_not_promised():
     """No block after a span will be published. Only the block before the first span is exact."""
     manager, table = shared_table()
     promised = manager.awaited_hash(range(5), ROOT)

@@ -52,7 +52,7 @@ def test_spans_keep_block_alignment_within_their_runs(shapes, num_boundary_token
     for gap, length, offset in shapes:
         runs.append(run_at(position + gap, length, offset))
         position = runs[-1].prompt_stop
-    behind = SIZE
+    previous_stop = SIZE
     for span in plan_spans(runs, SIZE, SIZE, num_boundary_tokens):
         (run,) = (run for run in runs if run.prompt_stop == span.stop)
         assert (
@@ -60,7 +60,7 @@ def test_spans_keep_block_alignment_within_their_runs(shapes, num_boundary_token
             <= span.start
             < run.prompt_start + num_boundary_tokens + 2 * SIZE
         )
-        assert (span.start - behind) % SIZE == 0
+        assert (span.start - previous_stop) % SIZE == 0
         assert 0 <= span.start - span.first_position < SIZE
         assert SIZE <= span.stop - span.start <= len(span.block_ids) * SIZE
         where = {
@@ -70,7 +70,7 @@ def test_spans_keep_block_alignment_within_their_runs(shapes, num_boundary_token
         assert [where[span.first_position + SIZE * i] for i in range(len(span.block_ids))] == list(
             span.block_ids
         )
-        behind = span.stop
+        previous_stop = span.stop
 
 
 def test_the_number_of_tested_repairs_is_bounded():

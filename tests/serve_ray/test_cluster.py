@@ -169,7 +169,7 @@ def test_a_restarted_server_relearns_what_replicas_hold(cluster):
         cluster.ask(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for prompt in prompts
     ]
     assert cached == [159] * 12
-    wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
+    wait_until(lambda: not cluster.num_running(), "abandoned requests to end", 60)
 
 
 def test_scaling_up_and_down_does_not_break_streams(cluster, alone):

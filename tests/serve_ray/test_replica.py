@@ -217,7 +217,7 @@ def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatc
             tell(replicas["a"], router, 1.0)
             return router.choose(chain, 1.0, among="b")[0].restored_tokens
 
-        wait_until(lambda: restored() == 496, "the router to know what is on the server")
+        wait_until(lambda: restored() == 496, "the router to know the blocks on the server")
         assert router.choose(chain, 1.0, among="b")[0].matched_tokens == 0
         result = answer(replicas["b"], sent(prompt, hashes, restored_tokens=496))
         assert (result.output_token_ids, result.hit_tokens) == (expected, {"pool": 0, "redis": 496})

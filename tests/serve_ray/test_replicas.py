@@ -208,7 +208,7 @@ def test_a_killed_replica_loses_only_started_answers(two):
     assert two.pool.submit("Hello", max_new_tokens=2).result(timeout=60).generated_tokens
     wait_until(lambda: victim not in two.pool._replicas.usable, "the dead replica to be known", 60)
     two.wait_for(2)
-    wait_until(two.idle, "what is left to end", 60)
+    wait_until(two.idle, "the remaining requests to end", 60)
 
 
 def test_a_stream_of_a_killed_replica_ends_with_an_error_event(two, server):

@@ -342,7 +342,7 @@ def test_markers_that_the_tokenizer_normalizes_are_found_in_any_case():
 
 
 @pytest.mark.parametrize("question", ["Rain?", FORGED])
-def test_the_turn_behind_a_call_begins_with_the_tokens_of_the_call(question):
+def test_the_turn_after_a_call_begins_with_the_calls_tokens(question):
     """This holds also if a message contains markers. Stored answers keep the tokens that the model
     generated.
     """

@@ -9,7 +9,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
 
-def test_special_texts_are_encoded_separately_beside_stored_answers():
+def test_special_texts_are_encoded_separately_next_to_stored_answers():
     """Stored answers have the ids that were generated, which differ from the tokenizer's own."""
     tokenizer = Tokenizer.from_dir(DEMO)
     special = "<|user|>"

@@ -21,7 +21,7 @@ SPEC = KVSpec((LayerKVSpec(8, 128), LayerKVSpec(2, 64)), 16, "float16")
 
 
 @pytest.fixture(autouse=True)
-def tried_anew():
+def fresh_trial():
     trial = apple.find_fault
     trial.cache_clear()
     yield

@@ -25,7 +25,7 @@ def _options(only):
 
 
 @pytest.mark.full
-def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
+def test_memory_beyond_file_pool_and_states_is_recorded(tmp_path):
     path = tmp_path / "model.gguf"
     shape = ALL_SHAPES["granite-4-tiny"]
     write_gguf(path, shape, "Q4_0")
@@ -47,7 +47,7 @@ def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
     assert 0 < beside < peak
 
 
-def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path):
+def test_memory_beyond_the_file_is_recorded_only_for_our_engine_with_a_file(tmp_path):
     class Peer:
         label = "llama.cpp f16"
         about: ClassVar = {"about": {}}

@@ -63,7 +63,7 @@ def test_its_requests():
 
 
 @pytest.mark.parametrize("date_in", ["context", "system"])
-def test_what_changes_is_what_it_says(date_in):
+def test_turns_differ_only_in_their_declared_changes(date_in):
     """Besides new messages, each turn differs from the one before only in its declared changes."""
     found = turns(dataclasses.replace(QUICK, date_in=date_in))
     for before, now in itertools.pairwise(found):

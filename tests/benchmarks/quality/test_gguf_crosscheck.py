@@ -24,7 +24,7 @@ EXACT = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4)
         ("llama", "Q8_0", np.nan, 0.02, False),
     ],
 )
-def test_what_agrees(name, kind, ours, theirs, agrees, monkeypatch):
+def test_the_tolerance_decides_agreement(name, kind, ours, theirs, agrees, monkeypatch):
     by_weights = {"f32": EXACT, "auto": EXACT * np.float32(1 + ours)}
     monkeypatch.setattr(gguf_crosscheck, "native_logits", lambda path, weights: by_weights[weights])
     assert (

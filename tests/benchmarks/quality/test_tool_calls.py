@@ -12,7 +12,7 @@ def call(name, **arguments):
     return {"function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
-def test_what_is_asked_for_can_be_called():
+def test_requested_calls_match_their_schemas():
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     for question, name, arguments in REQUESTS:
         assert jsonschema_rs.is_valid(schemas[name], arguments), question

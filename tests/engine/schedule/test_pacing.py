@@ -31,7 +31,7 @@ def test_streams_keep_their_pace_during_a_long_prompt(streams, noise):
 
 @pytest.mark.parametrize("tenant", ["", "other"])
 @pytest.mark.parametrize("prompts", [2, 6])
-def test_a_short_prompt_is_answered_within_two_steps_beside_long_ones(prompts, tenant):
+def test_a_short_prompt_is_answered_within_two_steps_during_long_ones(prompts, tenant):
     bench = Paced(max_num_seqs=16)
     for _ in range(prompts):
         bench.long_prompt()

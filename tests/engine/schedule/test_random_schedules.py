@@ -461,7 +461,7 @@ def test_equal_prompts_finish_one_after_another():
     assert done[4] >= 3, done
 
 
-def test_a_long_prompt_advances_beside_a_flow_of_short_ones():
+def test_a_flow_of_short_prompts_does_not_starve_a_long_one():
     bench = Bench(80, max_num_seqs=16, max_batch_tokens=64)
     long = bench.submit(list(range(240)), 1)
     steps = 0
@@ -474,7 +474,7 @@ def test_a_long_prompt_advances_beside_a_flow_of_short_ones():
     bench.run()
 
 
-def test_a_large_request_is_served_beside_a_flow_of_small_ones(kind):
+def test_a_flow_of_small_requests_does_not_starve_a_large_one(kind):
     bench = kind.bench(8, max_num_seqs=4)
     small = [bench.submit([i, i], 12) for i in range(3)]
     large = bench.submit(list(range(110)), 4)

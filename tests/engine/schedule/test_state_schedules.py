@@ -25,7 +25,7 @@ def test_an_answer_leaves_one_snapshot():
     assert bench.manager.states.slots.counts()["answer"] <= 2
 
 
-def test_a_branching_prompt_snapshots_the_junction():
+def test_a_branching_prompt_snapshots_the_branch_point():
     bench = bench_of()
     stem = list(range(100, 150))
     computed_by(bench, [*stem, 1, 2, 3])
@@ -87,7 +87,7 @@ def test_states_are_never_shared_between_tenants():
         ] * 2
 
 
-def test_backbone_snapshots_serve_an_unforeseen_branch():
+def test_checkpoints_serve_an_unforeseen_branch():
     bench = bench_of(interval=64)
     text = [i % 256 for i in range(300)]
     computed_by(bench, text)

@@ -55,18 +55,18 @@ def test_the_context_of_warmed_documents_is_dropped():
     with engine_of() as engine:
         engine.warm(documents=[text])
         documents = engine._documents
-        behind = list(documents.lead(64))
+        primer = list(documents.lead(64))
         with engine._core.reading():
             manager = engine._parts.manager
             manager.check_invariants([])
             # Only the document's blocks are left, and no prompt finds them as its prefix.
             assert manager.published_block_count == 4
-            assert manager.peek([*behind, *text, 0], engine._parts.root) == 0
+            assert manager.peek([*primer, *text, 0], engine._parts.root) == 0
             finder = engine._core.scheduler.sharing.finder
             assert finder.context_of(text, engine._parts.root) == 64
-            assert finder.context_of(behind, engine._parts.root) is None
-            assert finder.context_of(behind[:40], engine._parts.root) is None
-        prompt = [*behind, *text, *document(9, 5)]
+            assert finder.context_of(primer, engine._parts.root) is None
+            assert finder.context_of(primer[:40], engine._parts.root) is None
+        prompt = [*primer, *text, *document(9, 5)]
         result = checked(engine, prompt, 8, mode=REUSE)
         assert (result.exact_cached_tokens, result.reused_span_tokens) == (0, 60)
         assert result.cached_tokens == 60
@@ -315,23 +315,23 @@ def test_contradictory_engine_options_are_refused_before_loading(options, words)
 
 def test_only_tokens_after_the_primer_are_offered():
     bench = Bench()
-    behind = document(5, 48)
+    primer = document(5, 48)
     text = document(1, 64)
     lone = LoneRoot.of(ROOT, 3)
     assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
-    bench.ask(behind + text, 1, terms={"root": lone})
+    bench.ask(primer + text, 1, terms={"root": lone})
     content = bench.manager.content
     finder = bench.scheduler.sharing.finder
     assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
     assert finder.context_of(text, ROOT) == 48
     assert finder.context_of(text, lone) is None
-    assert [finder.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
-    assert bench.manager.peek(behind + text, ROOT) == 0
+    assert [finder.context_of(primer, root) for root in (ROOT, lone)] == [None, None]
+    assert bench.manager.peek(primer + text, ROOT) == 0
     # Blocks stay shared when those before them are evicted, and when these return.
     assert bench.manager.reset(content.under(lone)) == 3
     bench.check()
     assert finder.context_of(text, ROOT) == 48
-    bench.ask(behind + text, 1, terms={"root": lone})
+    bench.ask(primer + text, 1, terms={"root": lone})
     assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 8)
     assert finder.context_of(text, ROOT) == 48
     prompt = document(0, 20) + text + document(9, 9)

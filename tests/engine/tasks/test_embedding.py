@@ -113,7 +113,7 @@ def test_embeddings_are_bit_equal_alone_batched_cached_and_chunked(model, weight
         assert (engine.embed(TEXTS) == alone).all()
 
 
-def test_embeddings_are_bit_equal_beside_answers_and_scores(plain):
+def test_embeddings_are_bit_equal_during_answers_and_scores(plain):
     with load(plain, weights="int8") as engine:
         expected = engine.embed(TEXTS, mode="baseline")
         answer = engine.generate(STEM, 30, mode="baseline", ignore_eos=True).output_token_ids
@@ -299,7 +299,7 @@ def test_the_torch_runner_gives_the_same_embeddings(tmp_path, kind):
         assert engine.embedding_size == HIDDEN
 
 
-def test_the_torch_runner_embeds_beside_answers_and_restores_its_model(plain):
+def test_the_torch_runner_embeds_during_answers_and_restores_its_model(plain):
     with load(plain, **TORCH) as engine:
         alone = engine.generate(STEM, 20, ignore_eos=True).output_token_ids
         handles = [engine.submit(STEM, max_new_tokens=20, ignore_eos=True) for _ in range(2)]

@@ -148,12 +148,12 @@ class StatesMachine(Asking):
     @rule(
         tokens=tokens_lists,
         root=st.sampled_from(ROOTS),
-        behind=st.integers(0, 20),
+        state_block=st.integers(0, 20),
         stop=st.integers(0, 20),
     )
-    def bring(self, tokens, root, behind, stop):
+    def bring(self, tokens, root, state_block, stop):
         """Load blocks up to `stop` from elsewhere, then a state for the end of block number
-        `behind`. Both may be cached already.
+        `state_block`. Both may be cached already.
         """
         tokens = tokens[: len(tokens) // self.size * self.size]
         one = Open(self.manager.open_load(tokens, root), tokens, root)
@@ -164,7 +164,7 @@ class StatesMachine(Asking):
                 self.memory[slot] = one.prefix(position + 1)
             self.manager.commit(one.table, tokens, stop)
             self.manager.check_invariants([one.table, *(other.table for other in self.live)])
-            if num_blocks := min(behind, stop // self.size):
+            if num_blocks := min(state_block, stop // self.size):
                 state = one.prefix(num_blocks * self.size)
                 self.states.arrive(
                     one.table, num_blocks, lambda slot: self.held.__setitem__(slot, state)
@@ -315,7 +315,7 @@ class StatesMachine(Asking):
             self.manager.check_invariants(one.table for one in self.live)
 
     @invariant()
-    def a_snapshot_is_the_state_behind_its_block(self):
+    def a_snapshot_is_the_state_after_its_block(self):
         if hasattr(self, "manager"):
             for block_id, slot in self.states.slots.snapshots().items():
                 assert self.held[slot] == self.memory[(block_id + 1) * self.size - 1] != POISON

@@ -141,12 +141,12 @@ REFUSED = {
         {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "code.New"}},
         "latent",
     ),
-    "latent, of a name that nobody knows": (
-        {"model_type": "nobody_knows", "kv_lora_rank": 512},
+    "latent, with an unknown name": (
+        {"model_type": "no_such_model", "kv_lora_rank": 512},
         "latent",
     ),
     "latent inside": ({"model_type": "kimi_k25", "text_config": {"kv_lora_rank": 512}}, "latent"),
-    "unknown": ({"model_type": "nobody_knows"}, "nobody_knows"),
+    "unknown": ({"model_type": "no_such_model"}, "no_such_model"),
     "remote code": (
         {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}},
         "code.New",

@@ -175,7 +175,7 @@ def test_contradictory_configs_are_refused(changes, message):
         describe_model({**E2B, **changes})
 
 
-def test_experts_run_beside_the_mlp():
+def test_experts_run_in_parallel_to_the_mlp():
     """The MLP keeps its own width. The MLP's output, the experts' input and their output each have
     a norm.
     """

@@ -161,7 +161,7 @@ DAMAGE = {
     "data cut": (lambda data: data[:-40], "truncated"),
     "empty": (lambda data: b"", "truncated"),
     "more than there is": (lambda data: data + bytes(4128), "unexpected bytes"),
-    "something behind": (lambda data: data + bytes(50) + b"x", "unexpected bytes"),
+    "extra bytes at the end": (lambda data: data + bytes(50) + b"x", "unexpected bytes"),
 }
 
 

@@ -34,7 +34,7 @@ def one_tensor(folder, entries, shape=(4,), kind=1):
     "location",
     ["../data", "/etc/hostname", "sub/data", "sub\\data", "..", ".", "", "C:data", "a\0b"],
 )
-def test_external_data_must_be_beside_the_file(location, tmp_path):
+def test_external_data_must_be_in_the_models_directory(location, tmp_path):
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path / "data", folder / "sub" / "data", folder / "data"):

@@ -64,7 +64,7 @@ def test_reported_errors_equal_the_packed_weights(model_dir):
         assert conversion_error(source, QUERY, "int8").relative == pytest.approx(expected, rel=0.1)
 
 
-def test_a_tensor_converted_beside_a_wider_one_is_named(model_dir, tmp_path, caplog):
+def test_a_tensor_converted_to_the_format_of_a_wider_one_is_named(model_dir, tmp_path, caplog):
     def mixed(name):
         return (
             "Q8_0" if "attn_v" in name or name in ("token_embd.weight", "output.weight") else "Q4_1"

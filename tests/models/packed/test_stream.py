@@ -232,7 +232,7 @@ def test_k_blocks_keep_their_values_bit_for_bit(stored, kind, rows, monkeypatch)
 
 
 @pytest.mark.parametrize("split", [(32, 16), (20, 13)])
-def test_q4_k_beside_q5_k(split):
+def test_q4_k_and_q5_k_tensors_share_one_matrix(split):
     gate, up = split
     source = Stored({}, {"gate": _blocks("q4k", gate, 256, 1), "up": _blocks("q5k", up, 256, 2)})
     back = _pack(PackEntry("m", "q5k", (("gate", gate), ("up", up)), 256), source)

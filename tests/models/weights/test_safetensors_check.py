@@ -214,8 +214,8 @@ def test_an_index_over_the_limit_is_refused(model):
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD_HEADERS = {
-    "offset behind the end": ({"w": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}}, 8),
-    "offset far behind the end": (
+    "offset after the end": ({"w": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}}, 8),
+    "offset far after the end": (
         {"w": {**ENTRY, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
         8,
     ),

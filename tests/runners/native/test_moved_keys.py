@@ -315,8 +315,8 @@ def test_rows_do_not_depend_on_the_batch(deep_model, bits, seed):
     alone = []
     batch = []
     for number in range(6):
-        twins = exact_twins(hand, rng) if number % 2 else mixed_twins(hand, rng, stored)
-        (first, tokens), second = twins
+        copies = exact_duplicates(hand, rng) if number % 2 else mixed_duplicates(hand, rng, stored)
+        (first, tokens), second = copies
         alone += hand.forward([first], [tokens])
         batch.append(second)
     assert any(row.stop - row.start == 1 for row, _ in batch)
@@ -329,7 +329,7 @@ def test_rows_do_not_depend_on_the_batch(deep_model, bits, seed):
     hand.close()
 
 
-def exact_twins(hand, rng):
+def exact_duplicates(hand, rng):
     """Return the last token or tokens of a plain sequence twice, in separate blocks."""
     tokens = random_ids(seed=int(rng.integers(1000)), count=int(rng.integers(20, 120)))
     done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
@@ -339,14 +339,14 @@ def exact_twins(hand, rng):
     return [(row._replace(start=done), tokens) for row in rows]
 
 
-def mixed_twins(hand, rng, stored):
+def mixed_duplicates(hand, rng, stored):
     """Return two copies of the last stretch of a prompt of runs, in separate blocks."""
     seed = int(rng.integers(1000))
     last = int(rng.integers(1, 30))
-    twins = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
-    for mixed in twins:
+    copies = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
+    for mixed in copies:
         hand.forward(mixed.rows[:2], [mixed.tokens] * 2)
-    return [(mixed.rows[2], mixed.tokens) for mixed in twins]
+    return [(mixed.rows[2], mixed.tokens) for mixed in copies]
 
 
 def test_rope_tables_cover_rotated_positions(tmp_path):

@@ -82,7 +82,7 @@ def test_without_changes_only_the_first_batch_is_sent():
     ]  # the client knows more than exists
 
 
-def test_of_two_hashes_with_one_key_the_published_one_counts():
+def test_the_published_one_of_two_hashes_with_one_key_counts():
     """A false belief in a block costs time, while a block that is not believed in is never used."""
     journal = Journal(epoch=5)
     one = hash_of(1)

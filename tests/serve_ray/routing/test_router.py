@@ -257,7 +257,7 @@ def test_all_routers_agree_on_the_replica_of_a_cold_prefix():
     ]
 
 
-def test_of_nearly_equal_replicas_the_one_with_most_blocks_is_chosen():
+def test_the_replica_with_most_blocks_wins_among_nearly_equal_ones():
     """Two of two hundred blocks are 1% of the time. Such times count as equal, and otherwise the
     home would decide.
     """

@@ -21,7 +21,7 @@ from serve_ray.routing.test_router import (
 )
 
 
-def test_of_two_replicas_with_equal_blocks_the_one_with_the_state_is_chosen():
+def test_the_replica_with_the_state_wins_among_equal_ones():
     """If no replica has a state, one with the blocks is chosen, where the next state will be kept.
     A queue of twice the saved tokens sends the prompt away.
     """

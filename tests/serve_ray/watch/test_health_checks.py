@@ -143,7 +143,7 @@ def test_an_unresponsive_replica_is_skipped_until_it_answers(three, handle, monk
     whole = ReplicatedEngine(three, tokenizer, EngineConfig())
     assert [*whole.replicas()] == ["a", "b", "c"]
     handle.hung = {"b"}
-    wait_until(lambda: three.talking == {"a", "c"}, "it to be known as silent")
+    wait_until(lambda: three.talking == {"a", "c"}, "the replica to count as silent")
     assert handle.given_up["b", "tell"]
     assert [*whole.replicas()] == ["a", "c"]
     assert whole.num_waiting() == 4
@@ -158,7 +158,7 @@ def test_an_unresponsive_replica_is_skipped_until_it_answers(three, handle, monk
     assert len(whole.block_details()) == 2
     assert three.usable == {"a", "b", "c"}
     handle.hung = set()
-    wait_until(lambda: three.talking == {"a", "b", "c"}, "it to be heard of again")
+    wait_until(lambda: three.talking == {"a", "b", "c"}, "the replica to answer again")
     assert whole.block_map() == [ord("a"), ord("b"), ord("c")]
 
 

@@ -241,5 +241,5 @@ def test_a_disconnect_cancels_the_remaining_inputs(server):
     with server.connect() as socket:
         socket.sendall(server.request_bytes("/v1/embeddings", {"input": inputs}))
         wait_until(lambda: server.engine.num_running() > 0, "the first inputs")
-    wait_until(server.idle, "the end of what nobody waits for")
+    wait_until(server.idle, "abandoned requests to end")
     assert server.state.admission.sequences == 0

@@ -216,7 +216,7 @@ def test_more_connections_than_allowed_get_503(demo_engine):
 
 
 @pytest.mark.alone
-def test_clients_are_served_beside_a_hundred_slow_ones(strict):
+def test_a_hundred_slow_clients_do_not_delay_others(strict):
     def best_of(count, client):
         times = []
         for _ in range(count):

@@ -93,7 +93,7 @@ def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):
         gone = client.post("/api/chat", json={"model": "b", "keep_alive": 0}).json()
         assert gone["done_reason"] == "unload"
         wait_until(lambda: names("/api/ps") == ["a:latest"], "the model to be unloaded")
-        wait_until(lambda: unloaded.kv.models.find("b").phase == "not_loaded", "the end of that")
+        wait_until(lambda: unloaded.kv.models.find("b").phase == "not_loaded", "the unload to end")
         assert client.post("/api/show", json={"model": "b"}).json() == shown
         again = client.post("/api/generate", json={"model": "b", "keep_alive": 0}).json()
         assert again["done_reason"] == "unload"

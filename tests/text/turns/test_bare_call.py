@@ -134,7 +134,7 @@ def test_without_a_schema_check_a_bare_call_is_text():
 
 
 @pytest.mark.parametrize(
-    ("front", "behind"),
+    ("front", "rest"),
     [
         ("H", "ello"),
         ("``x", "y"),
@@ -151,15 +151,15 @@ def test_without_a_schema_check_a_bare_call_is_text():
         (f"```json\n{ONE}\n```\n\nT", "his calls the tool."),
     ],
 )
-def test_text_is_emitted_once_it_cannot_be_a_call(front, behind):
+def test_text_is_emitted_once_it_cannot_be_a_call(front, rest):
     """The last character of `front` rules out a call."""
     parser = parser_of()
     early = [part for letter in front[:-1] for part in parser.push(letter)]
     shown = parser.push(front[-1])
     assert early == []
     assert merge_parts(shown)[0].text.strip() == front.strip()
-    assert merge_parts([*shown, *parser.push(behind), *parser.close()]) == [
-        ContentDelta(front + behind)
+    assert merge_parts([*shown, *parser.push(rest), *parser.close()]) == [
+        ContentDelta(front + rest)
     ]
 
 

@@ -110,7 +110,7 @@ OTHER_WAYS = {
         "== 'tool' else content",
         "== 'tool' else content + '+' * m.tool_calls | length",
     ),
-    "answers behind a marker of their own": ("else content }}", "else '[' + content }}"),
+    "answers after a separate marker": ("else content }}", "else '[' + content }}"),
 }
 
 
@@ -182,10 +182,10 @@ def test_written_calls_round_trip():
         parser = TurnParser(
             format_of("lfm2-unshown"), [Tool("f", {})], reasoning="closed", calls=True
         )
-        start, arguments, behind = merge_parts(
+        start, arguments, rest = merge_parts(
             [*(part for text in pieces for part in parser.push(text)), *parser.close()]
         )
-        assert (start, behind) == (CallStart(0, "f"), ContentDelta("Well."))
+        assert (start, rest) == (CallStart(0, "f"), ContentDelta("Well."))
         assert isinstance(arguments, CallArguments)
         assert json.loads(arguments.text) == VALUES
     for value in (True, None, [True, None], {"a": False}):

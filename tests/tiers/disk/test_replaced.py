@@ -100,7 +100,7 @@ def test_an_idle_tier_closes_deleted_files(tmp_path, monkeypatch):
         wait_until(lambda: tier.stat().blocks == 0, "the loss to be noticed")
         wait_until(lambda: not held(), "the files to be closed")
         io_thread.store(LATER, np.zeros((len(LATER), 4000), np.uint8))
-        wait_until(lambda: tier.stat().blocks == len(LATER), "the blocks to be stored anew")
+        wait_until(lambda: tier.stat().blocks == len(LATER), "the blocks to be stored again")
     finally:
         io_thread.close()
 
@@ -120,7 +120,7 @@ def test_a_moved_directory_is_not_modified(tmp_path):
         assert present(tier, LATER) == set()
 
 
-def test_a_directory_moved_behind_a_link_stays_in_use(tmp_path, caplog):
+def test_a_directory_replaced_by_a_link_to_it_stays_in_use(tmp_path, caplog):
     """Reads and writes continue while the directory is moved, for example to a larger disk."""
     root = tmp_path / "root"
     moved = tmp_path / "moved"

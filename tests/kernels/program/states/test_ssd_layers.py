@@ -69,7 +69,7 @@ LAYERS = {
         ),
         "gated_before",
     ),
-    "Falcon-H1, norm behind the gate": lambda: falcon("gated_before"),
+    "Falcon-H1, norm after the gate": lambda: falcon("gated_before"),
     "Falcon-H1, norm before it": lambda: falcon("gated_after"),
     "Falcon-H1 without a norm": lambda: falcon("none"),
 }

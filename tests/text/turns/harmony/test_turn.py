@@ -122,7 +122,7 @@ TURNS = {
         '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "a\\',
         [CallStart(0, "get_weather"), CallArguments(0, '{"city": "a\\')],
     ),
-    "words behind an object": (
+    "words after an object": (
         "<|channel|>commentary to=functions.ping json<|message|>{} "
         f"so<|end|><|start|>assistant{CALL}",
         [
@@ -144,7 +144,7 @@ TURNS = {
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]<|call|>",
         [ContentDelta("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]")],
     ),
-    "text behind an end": (
+    "text after an end": (
         "<|channel|>final<|message|>One.<|end|> Two.",
         [ContentDelta("One.\n\n Two.")],
     ),
