@@ -32,7 +32,7 @@ from kvboost_edge.errors import ConfigError, RequestError
         ("cpu", "cpu"),
     ],
 )
-def test_values_take_the_type_they_look_like(text, value):
+def test_values_get_the_type_of_their_notation(text, value):
     parsed = parse_value(text)
     assert parsed == value
     assert type(parsed) is type(value)

@@ -127,7 +127,7 @@ def test_no_page_has_a_diagram_that_the_theme_would_draw_with_a_script_from_the_
 
 
 @pytest.mark.slow
-def test_llms_txt_lists_every_page_and_each_is_there_as_markdown(site, pages):
+def test_llms_txt_lists_every_page_and_each_exists_as_markdown(site, pages):
     text = (site / "llms.txt").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^- \[.+?\]\(([^)]+)\): (.+)$", text, flags=re.MULTILINE))
     markdown = {
@@ -214,7 +214,7 @@ def notebook(tmp_path):
     return written
 
 
-def test_a_notebook_becomes_a_page_with_what_its_cells_print(notebook):
+def test_a_notebook_becomes_a_page_with_the_output_of_its_cells(notebook):
     path = notebook("a = 1", "print(a + 1)")
     page = notebook_page(path, run=True)
     assert page == "# A tour\n\nText.\n\n```python\na = 1\n```\n\n" + (

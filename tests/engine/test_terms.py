@@ -142,7 +142,7 @@ def test_lower_priority_numbers_run_first():
         bench.answer(handle)
 
 
-def test_the_token_budget_goes_to_the_lowest_priority_number():
+def test_the_lowest_priority_number_gets_the_token_budget():
     bench = Bench(64, max_batch_tokens=16)
     slow = bench.submit([1] * 200, 1, priority=1)
     bench.step()

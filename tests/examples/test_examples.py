@@ -63,7 +63,7 @@ def test_help_names_the_model_and_its_default(path, run, capsys):
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_the_model_is_the_one_that_is_given(path, run, tmp_path):
+def test_the_given_model_is_used(path, run, tmp_path):
     missing = tmp_path / "missing.gguf"
     with pytest.raises((Exception, SystemExit), match=r"missing\.gguf"):
         run(path.name, "--model", missing)

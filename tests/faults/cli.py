@@ -114,7 +114,7 @@ FAULTS = (
         "cli/option_parsing.py",
         "for kind in (int, float):",
         "for kind in (float, int):",
-        f"{_OPTIONS}::test_values_take_the_type_they_look_like",
+        f"{_OPTIONS}::test_values_get_the_type_of_their_notation",
     ),
     fault(
         "keeps only the last of several stop strings",

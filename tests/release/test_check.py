@@ -92,7 +92,7 @@ def test_advisories_and_unaudited_packages_fail(tmp_path, monkeypatch, found, st
     assert (outcome.state, outcome.lines) == (state, lines)
 
 
-def test_a_listed_tool_that_is_there_is_used():
+def test_a_listed_tool_that_is_installed_is_used():
     assert run_check(row(THERE, problems=["a"]), {THERE: "a reason"}).state == "failed"
 
 

@@ -47,7 +47,7 @@ def test_the_winget_manifests_agree_and_name_the_archive_and_its_digest(dist):
     assert installer["InstallerSha256"] == digest(ZIP)
 
 
-def test_nothing_is_left_to_fill_in_and_all_say_that_they_are_untested(dist):
+def test_manifests_have_no_placeholders_and_say_that_they_are_untested(dist):
     paths = manifests.written(URL, dist, VERSION)
     assert len(paths) == 4
     for path in paths:

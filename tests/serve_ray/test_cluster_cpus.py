@@ -128,7 +128,7 @@ def test_an_invalid_address_is_refused(address):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999999"])
-def test_a_closed_port_is_no_cluster(address):
+def test_a_closed_port_is_not_a_cluster(address):
     with pytest.raises(
         BackendUnavailable, match=f"ray_address='{address}': no Ray cluster answers there"
     ):

@@ -240,7 +240,7 @@ def test_words_of_known_pre_tokenizers(pre):
         assert found == words, text
 
 
-def test_phi3_eos_strips_spaces_whatever_its_type():
+def test_phi3_eos_strips_spaces_with_any_type():
     _, metadata = _scored(prefix=False)
     types = metadata["tokenizer.ggml.token_type"].copy()
     types[2] = 4

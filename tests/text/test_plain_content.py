@@ -324,7 +324,7 @@ def test_the_assistants_own_markers_are_tokens():
     assert (found["<tool_call>"], found["</tool_call>"]) == (1, 1)
 
 
-def test_added_tokens_that_are_no_markers_of_the_template_stay_tokens():
+def test_added_tokens_that_are_not_markers_of_the_template_stay_tokens():
     """The added tokens are whitespace, words and code in the template's source, and tags that it
     does not contain.
     """

@@ -27,7 +27,7 @@ def test_nothing_is_timed_where_results_differ():
         bench_cuda.contenders(bench_cuda.Case(6, 2, 64, num_seqs=1, depth=16), wrong, "cpu")
 
 
-def test_without_a_gpu_it_says_why(monkeypatch):
+def test_without_a_gpu_the_reason_is_reported(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_cuda.py"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="no CUDA device"):

@@ -27,7 +27,7 @@ from kvboost_edge import CPUPagedEngine
         ),
     ],
 )
-def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
+def test_a_tiny_model_meets_the_bars_of_shared_prefixes(tmp_path, name):
     asked, rows, more = run(
         options_from(["--quick", "--shape", name, "--layers", "4", "--models", str(tmp_path)])
     )
@@ -45,7 +45,7 @@ def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
     assert {"decode, GB/s of weights and states"} < set(by_name)
 
 
-def test_nothing_is_kept_where_nothing_may_be_and_all_slots_come_back(tmp_path):
+def test_without_snapshots_nothing_is_stored_and_all_slots_are_released(tmp_path):
     path = tmp_path / "model.gguf"
     shape = STATE_SHAPES["qwen3.5-tiny"]
     write_gguf(path, shape, "Q4_0")

@@ -38,7 +38,7 @@ def test_a_token_reads_an_embedding_only_where_it_is_the_head():
     )
 
 
-def test_a_token_reads_the_experts_that_it_goes_to():
+def test_a_token_reads_only_its_share_of_the_experts():
     sections = {
         "embed": (0, 1000),
         "layer0.experts_down": (1000, 800),

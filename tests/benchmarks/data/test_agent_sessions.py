@@ -108,7 +108,7 @@ def test_no_thinking_is_sent_back():
     assert all(set(message) == {"role", "content", "tool_calls"} for message in spoken)
 
 
-def test_answers_are_sent_back_as_they_were():
+def test_answers_are_sent_back_unchanged():
     last = turns()[-1].body["messages"]
     spoken = [message for message in last if message["role"] == "assistant"]
     results = [message for message in last if message["role"] == "tool"]
@@ -121,7 +121,7 @@ def test_answers_are_sent_back_as_they_were():
     assert {message["tool_call_id"] for message in results} == {"given0001"}
 
 
-def test_a_server_that_gives_no_call_is_told_to_go_on():
+def test_an_answer_without_a_call_gets_no_tool_result():
     last = [request for request in played(answer=Answer("Hm.", None)) if request.kind == "turn"][-1]
     assert {message["role"] for message in last.body["messages"]} == {"system", "user", "assistant"}
     assert all("tool_calls" not in message for message in last.body["messages"])

@@ -180,7 +180,7 @@ def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
 
 
 @pytest.mark.parametrize("name", ["embedding-tiny", "embeddinggemma-tiny"])
-def test_files_of_embedding_models_say_how_they_pool(tmp_path, name):
+def test_files_of_embedding_models_define_their_pooling(tmp_path, name):
     shape = SHAPES[name]
     path = tmp_path / "model.gguf"
     write_gguf(path, shape, "Q8_0")

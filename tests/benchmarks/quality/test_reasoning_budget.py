@@ -9,7 +9,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("message", ["", MESSAGE])
-def test_a_row_counts_what_was_cut_and_what_the_next_turn_finds(monkeypatch, message):
+def test_a_row_counts_cut_answers_and_the_cached_blocks_of_the_next_turn(monkeypatch, message):
     with thinking(monkeypatch, "opened") as (engine, _):
         asked = [[{"role": "user", "content": text}] for text in questions(3)]
         prompts = [engine.tokenizer.encode_chat(messages) for messages in asked]

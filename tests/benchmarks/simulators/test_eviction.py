@@ -23,7 +23,7 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_generated_trace_is_what_it_was(name):
+def test_generated_traces_do_not_change(name):
     text = "\n".join(
         f"{access.at:.6f} {access.tenant} {access.prompt_ids} {access.output_ids}"
         for access in TRACES[name]()
@@ -32,7 +32,7 @@ def test_a_generated_trace_is_what_it_was(name):
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_an_id_stands_for_itself_and_all_before_it(name):
+def test_an_id_stands_for_its_block_and_all_blocks_before_it(name):
     """Otherwise a prefix in the trace would not be a prefix in the pool. Two tenants never share an
     id.
     """

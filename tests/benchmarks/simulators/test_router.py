@@ -17,7 +17,7 @@ def trace():
     return workload("chats", REPLICAS, 0.7, 240.0, 250)
 
 
-def test_a_workload_is_what_it_was_and_has_the_load_that_was_asked_for(trace):
+def test_a_workload_is_reproducible_and_scales_with_the_replicas(trace):
     assert trace == workload("chats", REPLICAS, 0.7, 240.0, 250)
     assert [one.at for one in trace] == sorted(one.at for one in trace)
     more = workload("chats", 3 * REPLICAS, 0.7, 240.0)
@@ -40,7 +40,7 @@ def test_all_requests_are_done_and_none_finds_more_than_there_ever_was(policy, t
     assert np.all(np.sort(outcome.ttft) >= np.sort(best.ttft) - 1e-9)
 
 
-def test_prefixes_are_found_where_they_are(trace):
+def test_routing_by_prefix_finds_more_tokens_than_round_robin(trace):
     """The limits are for a short run on the virtual clock, which is equal on every machine."""
     ours, blind = (simulate(trace, REPLICAS, policy)[0] for policy in ("ours", "round robin"))
     assert ours.hit_tokens > 1.5 * blind.hit_tokens
@@ -74,7 +74,7 @@ def test_a_shared_tier_serves_what_any_replica_computed(trace):
         assert sum(outcome.ttft) >= sum(best.ttft)
 
 
-def test_a_router_that_knows_what_the_tier_has_waits_less():
+def test_knowledge_of_the_tier_shortens_the_wait():
     """The prompts are long and similar, and the work is twice what the replicas could do without
     the tier. The limits are for a short run on the virtual clock, which is equal on every machine.
     """
@@ -87,11 +87,11 @@ def test_a_router_that_knows_what_the_tier_has_waits_less():
     assert np.mean(told.ttft) < 0.9 * np.mean(untold.ttft)
 
 
-def test_a_run_is_what_it_was(trace):
+def test_runs_are_reproducible(trace):
     assert simulate(trace, REPLICAS, "ours")[0].ttft == simulate(trace, REPLICAS, "ours")[0].ttft
 
 
-def test_a_router_that_looks_at_states_expects_what_is_found():
+def test_a_router_with_states_expects_the_actual_hits():
     """With few slots many blocks have no snapshot. A router that counts blocks only expects cache
     hits for a seventh of all tokens, which are computed instead. The limits are for a short run on
     the virtual clock, which is equal on every machine.

@@ -9,7 +9,7 @@ from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_with_room_for_every_state_only_what_was_never_there_is_computed(name):
+def test_with_slots_for_every_state_only_new_tokens_are_computed(name):
     run = replay(TRAFFIC[name], StateSizes(20_000, 1024, every_block=True), num_prompts=60)
     assert run.missing <= run.computed <= run.missing * 1.02, (
         "a prompt recomputed tokens whose state must have been stored"
@@ -20,7 +20,7 @@ def test_with_room_for_every_state_only_what_was_never_there_is_computed(name):
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("name", TRAFFIC)
 @pytest.mark.some(2)
-def test_states_of_a_few_conversations_are_there_when_they_go_on(name, small):
+def test_states_of_a_few_conversations_are_cached_for_their_next_turns(name, small):
     """Six conversations and three assistants share 64 slots. Snapshots of one long answer once
     filled them all.
     """

@@ -258,7 +258,7 @@ def test_an_interrupted_test_is_repeated(error, monkeypatch, tests_run):
         assert_clean(engine)
 
 
-def test_a_test_whose_documents_were_evicted_is_no_verdict(monkeypatch, tests_run):
+def test_a_test_whose_documents_were_evicted_gives_no_verdict(monkeypatch, tests_run):
     logits = QualityGate.logits
 
     def robbed(self, *arguments):

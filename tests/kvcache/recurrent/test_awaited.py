@@ -8,7 +8,7 @@ from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_snapshots import cold, manager_of, states_of
 
 
-def test_a_state_that_failed_to_load_is_no_snapshot():
+def test_a_state_that_failed_to_load_is_not_a_snapshot():
     manager = manager_of()
     tokens = list(range(2 * B))
     states = states_of(manager)

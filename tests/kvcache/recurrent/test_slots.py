@@ -74,7 +74,7 @@ def test_a_dropped_snapshot_stays_while_it_is_read():
     assert slots.take() == slot
 
 
-def test_the_least_recently_used_goes_first_within_a_class():
+def test_the_least_recently_used_snapshot_of_a_class_is_evicted_first():
     slots = StateSlots(3)
     for block_id in (10, 11, 12):
         kept(slots, block_id, BRANCH_POINT)

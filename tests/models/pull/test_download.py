@@ -186,7 +186,7 @@ def test_other_registries_are_configured_and_get_no_token(hub, store, monkeypatc
     assert hub.authorized == [None]
 
 
-def test_the_token_goes_to_the_hub_only(hub, store, monkeypatch):
+def test_the_token_is_sent_to_the_hub_only(hub, store, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     pull_model(f"{REPO}:Q8_0", store)
     assert hub.authorized == ["Bearer hf_secret"]

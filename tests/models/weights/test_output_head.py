@@ -30,7 +30,7 @@ def _tied(model):
     ("family", "said"),
     [("qwen3_moe", True), ("qwen3_5_text", True), ("lfm2-plain", None), ("llama", True)],
 )
-def test_a_separate_head_is_used_whatever_the_config_says(family, said, tmp_path, caplog):
+def test_a_separate_head_is_used_regardless_of_the_config(family, said, tmp_path, caplog):
     """The file's head is used if it differs from the embedding, as in transformers."""
     save_tiny_model(family, tmp_path, tie_word_embeddings=False)
     _say(tmp_path, said)
@@ -66,7 +66,7 @@ def test_a_nested_config_with_two_wrong_tie_settings(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["false", 1, [[]], 1e308])
-def test_a_tie_setting_that_is_no_boolean_is_refused(said, tmp_path):
+def test_a_tie_setting_that_is_not_a_boolean_is_refused(said, tmp_path):
     save_tiny_model("llama", tmp_path, tie_word_embeddings=True)
     _say(tmp_path, said)
     with pytest.raises(ModelFormatError, match=r"tie_word_embeddings=.* must be true or false"):

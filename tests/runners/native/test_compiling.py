@@ -76,7 +76,7 @@ def test_each_weight_and_kv_format_has_its_own_code():
         assert len(more) == 1
 
 
-def test_numbers_of_weight_formats_are_no_indices_of_other_entries():
+def test_numbers_of_weight_formats_are_not_indices_of_other_entries():
     assert len(FORMAT_OF) == len(FORMATS)
     assert 0 <= min(FORMAT_OF) <= max(FORMAT_OF) < MAX_KINDS
     others = {lt.K_ATTEND, lt.K_CLOSE, *lt.OPERATIONS} - {lt.K_PROGRAM}

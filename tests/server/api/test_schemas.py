@@ -99,7 +99,7 @@ async def test_other_servers_field_names_are_aliases(tiny_app, path, base):
     assert [one["choices"] for one in theirs] == [ours["choices"]] * 2
 
 
-async def test_json_is_parsed_whatever_the_content_type(tiny_app):
+async def test_json_is_parsed_with_any_content_type(tiny_app):
     """`curl -d` labels every body as a form."""
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (

@@ -174,7 +174,7 @@ def test_a_bare_call_may_follow_reasoning():
     assert found == [ReasoningDelta("Hm."), *call('{"city": "Paris"}')]
 
 
-def test_marked_calls_are_found_after_text_that_is_no_bare_call():
+def test_marked_calls_are_found_after_text_that_is_not_a_bare_call():
     marked = f"<tool_call>\n{ONE}\n</tool_call>"
     assert read(*marked) == call('{"city": "Paris"}')
     text = '{"name": "Alice"}'

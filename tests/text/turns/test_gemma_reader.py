@@ -157,7 +157,7 @@ def test_minor_syntax_errors_are_tolerated(inner, wanted):
         "call:f{a:1}",
     ],
 )
-def test_text_that_is_no_call_is_content(text):
+def test_text_that_is_not_a_call_is_content(text):
     assert parts_of("gemma4", text) == [ContentDelta(text)]
     assert parts_of("gemma4", *text) == [ContentDelta(text)]
 

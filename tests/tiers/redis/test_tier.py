@@ -340,7 +340,7 @@ def test_lost_or_damaged_values_are_rewritten_at_once(server, client, pieces):
     assert reads(tier, blocks, payloads) == 8
 
 
-def test_the_memory_of_seen_blocks_is_bounded(server, client, monkeypatch):
+def test_the_memory_of_known_blocks_is_bounded(server, client, monkeypatch):
     monkeypatch.setattr(tier_module, "_MOST_SEEN", 3)
     tier, blocks, _ = filled(server.url, 5)
     assert [tier.holds(block.prefix_hash) for block in blocks] == [None, None, True, True, True]
