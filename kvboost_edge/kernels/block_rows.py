@@ -20,9 +20,8 @@ __all__ = ["DECODED", "decode_rows", "decode_rows_entry"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = (
-    range(13)
-)
+_Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS = range(12)
+_MXFP4, _Q2_K = 12, 13
 DECODED: dict[str, int] = {
     "Q4_0": _Q4_0,
     "Q4_1": _Q4_1,
@@ -33,6 +32,7 @@ DECODED: dict[str, int] = {
     "Q5_K": _Q5_K,
     "Q6_K": _Q6_K,
     "F16": _F16,
+    "Q2_K": _Q2_K,
     "Q3_K": _Q3_K,
     "IQ4_NL": _IQ4_NL,
     "IQ4_XS": _IQ4_XS,
@@ -105,6 +105,9 @@ def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
             _three(
                 data[110 * block : 110 * block + 110], halves, out[256 * block : 256 * block + 256]
             )
+    elif kind == _Q2_K:
+        for block in range(len(out) // 256):
+            _two(data[84 * block : 84 * block + 84], halves, out[256 * block : 256 * block + 256])
     elif kind == _IQ4_XS:
         for block in range(len(out) // 256):
             _four_of_table(
@@ -146,6 +149,25 @@ def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
         own = scale * (np.float32(factor) - np.float32(32.0))
         at = 8 + 16 * group
         _looked_up(block[at : at + 16], own, _NL, out[32 * group : 32 * group + 32])
+
+
+@kernel
+def _two(block: Bytes, halves: Floats, out: Floats) -> None:
+    """Decode a Q2_K block.
+
+    It holds a byte for each 16 weights, with the multiples of the block's scale and minimum in the
+    low and high nibble, then 64 bytes of 2-bit codes.
+    """
+    scale = _half(block, 80, halves)
+    minimum = _half(block, 82, halves)
+    for part in range(16):
+        own = scale * np.float32(block[part] & 15)
+        least = minimum * np.float32(block[part] >> 4)
+        group = part // 2
+        start = 16 + 32 * (group // 4) + 16 * (part % 2)
+        for i in range(16):
+            code = block[start + i] >> np.uint8(2 * (group % 4)) & 3
+            out[16 * part + i] = own * np.float32(code) - least
 
 
 @kernel

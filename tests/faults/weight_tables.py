@@ -1,4 +1,4 @@
-"""Faults in weight formats with lookup tables, in codes of 1, 2 and 5 bits, and in Q3_K."""
+"""Faults in weight formats with lookup tables, in codes of 1, 2 and 5 bits, in Q2_K and Q3_K."""
 
 from __future__ import annotations
 
@@ -64,6 +64,34 @@ FAULTS = faults(
         "if not np.isfinite(found.scales).all():",
         "if tensor.type == 'Q8_0':",
         _OF_FILES,
+    ),
+    (
+        "q2k: both halves take the minima of the first",
+        "kernels/linear/unpacked.py",
+        "return emit_place(b, floats, part, _LINE, _LINE * self.parts)",
+        "return emit_place(b, floats, int_constant(0), _LINE, _LINE * self.parts)",
+        "tests/kernels/linear/test_unpacked.py",
+    ),
+    (
+        "q2k: both halves take the sum of the first",
+        _TILES,
+        "emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens)",
+        "emit_place(b, term, int_constant(0), 4 * self.tokens, 8 * self.tokens)",
+        _OF_KERNELS,
+    ),
+    (
+        "q2k: minima are not divided by the factor of the seeds",
+        _LOADS,
+        "products[1] = b.fmul(products[1], ir.Constant(V16, [1 / HALF_OFFSET] * LANES))",
+        "pass",
+        _OF_KERNELS,
+    ),
+    (
+        "q2k: embedding rows take the minimum of the next half",
+        _TOKENS,
+        "least = scale >> 4",
+        "pass",
+        _OF_EMBED,
     ),
     (
         "q3k: takes the seeds of q6k",

@@ -234,6 +234,7 @@ class AmxTiles(IntTiles):
         """Add a part's sums for one weight tile to the float sums; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
         scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
+        in_group = b.urem(part, int_constant(self.parts))
         sums_at = [
             _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
             for plane in range(self.planes)
@@ -248,9 +249,10 @@ class AmxTiles(IntTiles):
                 )
                 slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
                 here_term = b.add(term, int_constant(4 * token))
-                emit_store(
-                    b, self._epilogue(b, sums, here_term, scales, emit_load(b, V16, slot)), slot
+                result = self._epilogue(
+                    b, sums, here_term, in_group, scales, emit_load(b, V16, slot)
                 )
+                emit_store(b, result, slot)
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """Store the results row by row; see `emit_target`."""

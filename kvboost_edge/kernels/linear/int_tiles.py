@@ -282,7 +282,7 @@ class IntTiles:
                     emit_scales(b, self.format, *at, index)
                     for at in zip(scales, minima, strict=True)
                 ]
-                self._add_group(b, here, sums, dots, factors)
+                self._add_group(b, here, int_constant(part), sums, dots, factors)
         emit_target(b, sums, target)
 
     def _prefetch(
@@ -460,6 +460,7 @@ class IntTiles:
         self,
         b: Builder,
         here: Value,
+        part: Value,
         sums: Sequence[Sequence[Value]],
         dots: Sequence[Sequence[Value]],
         scales: Sequence[tuple[Value, Value | None]],
@@ -469,6 +470,7 @@ class IntTiles:
         Args:
             b: the builder.
             here: address of the group's cell in the panel.
+            part: index of the part in the group.
             sums: stack slots of <16 x float>.
             dots: <16 x i32>, integer sums of the group.
             scales: (scales, minima or None) of each tile's rows, <16 x float>.
@@ -477,12 +479,18 @@ class IntTiles:
             term = self._term(b, here, token)
             for tile, slots in enumerate(sums):
                 result = self._epilogue(
-                    b, dots[tile][token], term, scales[tile], b.load(slots[token])
+                    b, dots[tile][token], term, part, scales[tile], b.load(slots[token])
                 )
                 b.store(result, slots[token])
 
     def _epilogue(
-        self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value
+        self,
+        b: Builder,
+        dots: Value,
+        term: Value,
+        part: Value,
+        scales: tuple[Value, Value | None],
+        sums: Value,
     ) -> Value:
         """Add a part's integer sums to the float outputs.
 
@@ -493,10 +501,16 @@ class IntTiles:
             b: the builder.
             dots: integer sums of 16 rows for one token.
             term: address of the token's term, which the scales follow.
+            part: index of the part in the group.
             scales: scales of 16 rows, and their minima or None.
             sums: outputs accumulated so far.
         """
         half, low = scales
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
         result = emit_fma(b, b.fmul(b.sitofp(dots, V16), scale), half, sums)
-        return result if low is None else emit_fma(b, splat_f32_at(b, term), low, result)
+        if low is None:
+            return result
+        if self.format.minima_in_halves:
+            seed = splat_i32_at(b, emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens))
+            return emit_fma(b, b.fmul(b.sitofp(seed, V16), scale), low, result)
+        return emit_fma(b, splat_f32_at(b, term), low, result)

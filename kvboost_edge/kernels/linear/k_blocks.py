@@ -1,4 +1,4 @@
-"""Lossless repacking of GGUF blocks of 256 weights (Q3_K to Q6_K) into tiles.
+"""Lossless repacking of GGUF blocks of 256 weights (Q2_K to Q6_K) into tiles.
 
 A block's codes are handled as 64 words of four codes each. The target layout is in
 weight_formats.py.
@@ -27,6 +27,7 @@ from kvboost_edge.kernels.vectors import LANES, address_of, load_i32
 __all__ = ["BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
 
 BLOCK_WEIGHTS = BLOCK_GROUPS * GROUP
+_Q2K = FORMATS["q2k"].kind
 _Q3K = FORMATS["q3k"].kind
 _Q5K = FORMATS["q5k"].kind
 _Q6K = FORMATS["q6k"].kind
@@ -35,6 +36,8 @@ _PARTS = per_kind("parts")
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
 # Offsets of a block's sections in words.
+_CODES_Q2K = 16 // 4
+_D_Q2K = 80 // 4
 _LOW_Q3K = 32 // 4
 _SCALES_Q3K = 96 // 4
 _D_Q3K = 108 // 4
@@ -130,23 +133,27 @@ def _pack(
                     words,
                     lane,
                 )
+            scales_at = place * BLOCK_GROUPS * 2 * LANES
+            numbers = 0
             if kind == _Q6K:
                 _codes_q6k(words, codes)
-                _scales_q6k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
-                for lane in range(LANES):
-                    minima[place * minima_each + lane] = np.uint16(words[_D_Q6K * LANES + lane])
+                _bytes_of_parts(words, _SCALES_Q6K, scales, scales_at)
+                numbers = _D_Q6K
             elif kind == _Q3K:
                 _codes_q3k(words, codes)
-                _scales_q3k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
-                for lane in range(LANES):
-                    minima[place * minima_each + lane] = np.uint16(words[_D_Q3K * LANES + lane])
+                _scales_q3k(words, scales, scales_at)
+                numbers = _D_Q3K
+            elif kind == _Q2K:
+                _low_two_bits(words, _CODES_Q2K, codes)
+                _bytes_of_parts(words, 0, scales, scales_at)
+                numbers = _D_Q2K
             else:
                 _codes_of_pairs(words, codes, kind)
-                _scales_of_groups(words, scales, place * BLOCK_GROUPS * 2 * LANES)
+                _scales_of_groups(words, scales, scales_at)
+            for at in range(0, minima_each, LANES):
                 for lane in range(LANES):
-                    minima[place * minima_each + lane] = np.uint16(words[lane])
-                    minima[place * minima_each + LANES + lane] = np.uint16(
-                        words[lane] >> np.uint32(16)
+                    minima[place * minima_each + at + lane] = np.uint16(
+                        words[numbers * LANES + lane] >> np.uint32(at)
                     )
             for group in range(BLOCK_GROUPS):
                 at = (place * BLOCK_GROUPS + group) * group_words
@@ -166,19 +173,29 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
 
 
 @kernel
+def _low_two_bits(words: Words, first: int, codes: Words) -> None:
+    """Unpack the codes of Q2_K, or the low two bits of those of Q3_K, from word `first` on.
+
+    Every 32 bytes hold the bits of four groups, the first group in the lowest bits.
+    """
+    for group in range(BLOCK_GROUPS):
+        start = first + group // 4 * _QUADS
+        shift = np.uint32(2 * (group % 4))
+        for i in range(_QUADS * LANES):
+            codes[group * _QUADS * LANES + i] = words[start * LANES + i] >> shift & _THREES
+
+
+@kernel
 def _codes_q3k(words: Words, codes: Words) -> None:
     """Unpack the codes of Q3_K.
 
-    Every 32 bytes hold the low two bits of four groups, the first group in the lowest bits. Bit g
-    of the 32 bytes before them is the high bit of group g.
+    Bit g of the 32 bytes before the low bits is the high bit of group g.
     """
+    _low_two_bits(words, _LOW_Q3K, codes)
     for group in range(BLOCK_GROUPS):
-        start = _LOW_Q3K + group // 4 * _QUADS
-        shift = np.uint32(2 * (group % 4))
         for i in range(_QUADS * LANES):
-            low = words[start * LANES + i] >> shift & _THREES
             high = words[i] >> np.uint32(group) & _ONES
-            codes[group * _QUADS * LANES + i] = low | high << np.uint32(2)
+            codes[group * _QUADS * LANES + i] |= high << np.uint32(2)
 
 
 @kernel
@@ -265,12 +282,16 @@ def _scales_of_groups(words: Words, scales: Bytes, at: int) -> None:
 
 
 @kernel
-def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
+def _bytes_of_parts(words: Words, first: int, scales: Bytes, at: int) -> None:
+    """Store one byte for each part: the scales of Q6_K, or the scales and minima of Q2_K.
+
+    `first` is the word with those of the first four parts.
+    """
     for part in range(2 * BLOCK_GROUPS):
         shift = np.uint32(8 * (part % 4))
         for lane in range(LANES):
             scales[at + part * LANES + lane] = np.uint8(
-                words[(_SCALES_Q6K + part // 4) * LANES + lane] >> shift
+                words[(first + part // 4) * LANES + lane] >> shift
             )
 
 

@@ -17,6 +17,7 @@ from kvboost_edge.kernels.integers import (
 from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
     GROUP,
+    HALF_OFFSET,
     SCALE_BYTES,
     WeightFormat,
     code_shift,
@@ -201,6 +202,9 @@ def emit_scales(
 ) -> tuple[Value, Value | None]:
     """Load the scales of 16 rows, and their minima or None, as float32.
 
+    Minima of half groups are divided by HALF_OFFSET, because they are multiplied by the seeds of a
+    panel.
+
     Args:
         form: the weight format.
         scales: address of the tile's scales.
@@ -216,15 +220,29 @@ def emit_scales(
     at = _at(b, scales, part, SCALE_BYTES // form.parts)
     block = b.udiv(part, int_constant(BLOCK_GROUPS * form.parts))
     block = _at(b, minima, block, form.minima_size)
-    factors = [_emit_bytes_as_f32(b, at, signed=not form.minima)]
-    if form.minima:
-        factors.append(_emit_bytes_as_f32(b, b.add(at, int_constant(LANES)), signed=False))
+    if form.minima_in_halves:
+        factors = _emit_nibbles_as_f32(b, at)
+    else:
+        factors = [_emit_bytes_as_f32(b, at, signed=not form.minima)]
+        if form.minima:
+            factors.append(_emit_bytes_as_f32(b, b.add(at, int_constant(LANES)), signed=False))
     halves = [
         emit_load_as_f32(b, KIND_F16, b.add(block, int_constant(2 * LANES * i)))
         for i in range(len(factors))
     ]
     products = [b.fmul(half, factor) for half, factor in zip(halves, factors, strict=True)]
+    if form.minima_in_halves:
+        products[1] = b.fmul(products[1], ir.Constant(V16, [1 / HALF_OFFSET] * LANES))
     return products[0], products[1] if form.minima else None
+
+
+def _emit_nibbles_as_f32(b: Builder, address: Value) -> list[Value]:
+    """Load 16 bytes and convert their low and their high nibbles to float32."""
+    place = b.inttoptr(address, ir.PointerType())
+    both = b.zext(b.load(place, align=1, typ=_V16B), V16I)
+    low = b.and_(both, ir.Constant(V16I, [15] * LANES))
+    high = b.lshr(both, ir.Constant(V16I, [4] * LANES))
+    return [b.sitofp(nibbles, V16) for nibbles in (low, high)]
 
 
 def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:

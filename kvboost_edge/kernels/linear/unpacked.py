@@ -49,7 +49,7 @@ class _Places(NamedTuple):
 
     Attributes:
         codes: uint8 [groups][8 quads][64].
-        scales: float32 [groups][parts, and one for minima][16].
+        scales: float32 [groups][parts, then minima][16].
         sums: float32 [panels][tokens][16].
     """
 
@@ -63,7 +63,7 @@ class UnpackedTiles(IntTiles):
 
     def __init__(self, kind: int, tokens: int, fine: bool) -> None:
         super().__init__(kind, 1, tokens, fine, "avx2")
-        self.scale_bytes = _LINE * (self.parts + self.format.minima)
+        self.scale_bytes = _LINE * self.parts * (1 + self.format.minima)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """Emit the loop over all runs: tiles with one panel each, or one tile with many panels."""
@@ -149,7 +149,7 @@ class UnpackedTiles(IntTiles):
             factors, low = emit_scales(b, self.format, tile.scales, tile.minima, index)
             emit_store(b, factors, emit_place(b, floats, part, _LINE))
             if low is not None:
-                emit_store(b, low, b.add(floats, int_constant(_LINE)))
+                emit_store(b, low, self._minima_at(b, floats, part))
 
     def _add_unpacked(
         self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places
@@ -162,16 +162,17 @@ class UnpackedTiles(IntTiles):
             dots = self._unpacked_dots(b, here, codes, part)
             scale = emit_load(b, V16, emit_place(b, floats, part, _LINE))
             low = (
-                emit_load(b, V16, b.add(floats, int_constant(_LINE)))
-                if self.format.minima
-                else None
+                emit_load(b, V16, self._minima_at(b, floats, part)) if self.format.minima else None
             )
             for token, dot in enumerate(dots):
                 place = b.add(sums, int_constant(_LINE * token))
-                result = self._epilogue(
-                    b, dot, self._term(b, here, token), (scale, low), emit_load(b, V16, place)
-                )
+                term = self._term(b, here, token)
+                result = self._epilogue(b, dot, term, part, (scale, low), emit_load(b, V16, place))
                 emit_store(b, result, place)
+
+    def _minima_at(self, b: Builder, floats: Value, part: Value) -> Value:
+        """Return the address of a part's minima in a slot of the buffer of scales."""
+        return emit_place(b, floats, part, _LINE, _LINE * self.parts)
 
     def _unpacked_dots(self, b: Builder, here: Value, codes: Value, part: Value) -> list[Value]:
         """Return the integer sums of one part of a group, indexed by token."""

@@ -31,6 +31,10 @@ per 8 groups:
                   weight: d * scale * code - dmin * minimum
     two parts     int8 scales [2][16], one per half      float16 d [16]
                   weight: d * scale * (code - offset)
+    both          uint8 [2][16], one per half: scale     float16 d [16], dmin [16]
+                  in the low nibble, minimum in the
+                  high nibble
+                  weight: d * scale * code - dmin * minimum
 
 The products d * scale and dmin * minimum are exact in float32. Formats with a table have 16 signed
 bytes per tile instead of minima, so rows of one matrix may have different tables.
@@ -149,6 +153,11 @@ class WeightFormat:
         return self.bits == 8 or self.table
 
     @property
+    def minima_in_halves(self) -> bool:
+        """True if each half of a group has its own minima."""
+        return self.minima and self.parts > 1
+
+    @property
     def shares_panel(self) -> bool:
         """True if matrices of this format read panels with seeds, which all such formats share."""
         return self.block_bytes > 0 or self.table
@@ -167,7 +176,7 @@ class WeightFormat:
     def seed_shift(self) -> int:
         """Binary logarithm of the seeds in a panel over those of the format; see panel.py."""
         has_halves = self.block_bytes > 0 and self.parts > 1
-        return (HALF_OFFSET // self.offset).bit_length() - 1 if has_halves else 0
+        return (HALF_OFFSET // self.offset).bit_length() - 1 if has_halves and self.offset else 0
 
     @property
     def lowest(self) -> int:
@@ -234,7 +243,7 @@ class WeightFormat:
 # int1-g128 holds GGUF's Q1_0, int2-g64 holds Q2_0, and int2-g256 holds TQ1_0 and TQ2_0. Their names
 # end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
 # AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
-# as float16. int5 holds Q5_0, and int5-asym Q5_1. q3k, q4k, q5k and q6k hold GGUF's k-quants.
+# as float16. int5 holds Q5_0, and int5-asym Q5_1. q2k to q6k hold GGUF's k-quants.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
@@ -266,6 +275,7 @@ FORMATS = {
             scale_groups=2,
             exact_in=_HOLD_TERNARY,
         ),
+        WeightFormat("q2k", kind=16, bits=2, parts=2, minima=True, block_bytes=84),
         WeightFormat("q3k", kind=15, bits=3, offset=4, parts=2, block_bytes=110, exact_in=("q6k",)),
         WeightFormat(
             "int4",

@@ -157,10 +157,11 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
     d = load_scalar(block_at, KIND_F16)
     if _MINIMA[kind] == 0:  # scales are signed bytes
         return np.float32(scale - 256 if scale > 127 else scale) * d, minimum
-    minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(
-        block_at + 2 * LANES, KIND_F16
-    )
-    return np.float32(scale) * d, minimum
+    least = _load_byte(scale_at + LANES + lane)
+    if _PARTS[kind] > 1:  # each half of the group has a byte with both
+        least = scale >> 4
+        scale &= 15
+    return np.float32(scale) * d, np.float32(least) * load_scalar(block_at + 2 * LANES, KIND_F16)
 
 
 @kernel

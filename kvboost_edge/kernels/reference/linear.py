@@ -8,7 +8,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 - int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
-- block formats (q3k to q6k) and int4t: see linear/weight_formats.py.
+- block formats (q2k to q6k) and int4t: see linear/weight_formats.py.
 
 Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
@@ -81,7 +81,7 @@ def pack_panel(
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    in_blocks = kind in ("q3k", "q4k", "q5k", "q6k", "int4t")
+    in_blocks = kind in ("q2k", "q3k", "q4k", "q5k", "q6k", "int4t")
     if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
@@ -155,6 +155,11 @@ def unpack_block_codes(
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
+    if kind == "q2k":
+        halves = packed.reshape(tiles, groups, 2, 1, _LANES, 4)
+        twos = halves >> np.arange(0, 8, 2, dtype=np.uint8)[:, None, None] & np.uint8(3)
+        ordered = twos.transpose(0, 4, 1, 2, 3, 5).astype(np.int8)
+        return ordered.reshape(tiles * _LANES, groups * _GROUP)
     if kind == "q3k":
         ordered = _unpack_threes(packed.reshape(tiles, groups, 2, 96))
         return ordered.reshape(tiles * _LANES, groups * _GROUP) - np.int8(4)
@@ -196,7 +201,7 @@ def unpack_block_scales(
 ) -> tuple[Floats, Floats | None]:
     """Return the scales and minima (or None) of a block format; the products are exact.
 
-    Scales are float32 [padded rows, groups], or [padded rows, 2 * groups] for q3k and q6k.
+    Both are float32 [padded rows, groups], or [padded rows, 2 * groups] for q2k, q3k and q6k.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -205,8 +210,8 @@ def unpack_block_scales(
         .transpose(2, 0, 3, 1)
         .reshape(2, tiles * _LANES, groups)
     )
-    in_halves = kind in ("q3k", "q6k")
-    numbers = 1 if in_halves else 2
+    in_halves = kind in ("q2k", "q3k", "q6k")
+    numbers = 1 if kind in ("q3k", "q6k") else 2
     halves = (
         blocks.reshape(tiles, -1, numbers, _LANES)
         .transpose(2, 0, 3, 1)
@@ -214,8 +219,12 @@ def unpack_block_scales(
     )
     wide = halves.astype(np.float32).repeat(_BLOCK_GROUPS, axis=2)[:, :, :groups]
     if in_halves:
+        shape = (tiles * _LANES, 2 * groups)
+        if kind == "q2k":
+            low, high = (factors & 15) * wide[0], (factors >> 4) * wide[1]
+            return low.transpose(1, 2, 0).reshape(shape), high.transpose(1, 2, 0).reshape(shape)
         signed = factors.view(np.int8).astype(np.float32) * wide
-        return signed.transpose(1, 2, 0).reshape(tiles * _LANES, 2 * groups), None
+        return signed.transpose(1, 2, 0).reshape(shape), None
     return factors[0].astype(np.float32) * wide[0], factors[1].astype(np.float32) * wide[1]
 
 
@@ -271,20 +280,22 @@ def linear_int(
 
     Groups are added in order: out = fma(sum * token scale, weight scale, out). With minima, each
     group also adds out = fma(-(sum of the token's codes * token scale), minimum, out), whose inner
-    product is rounded once. Each half of a q3k or q6k group is a separate step.
+    product is rounded once. Each half of a q2k, q3k or q6k group is a separate step.
 
     Args:
         codes: activations [tokens, padded inputs].
         scales: float32 [tokens, groups].
         weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
-        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q3k and q6k.
-        minima: float32 [rows, groups], for int4-asym, int5-asym, q4k and q5k.
+        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q2k, q3k and q6k.
+        minima: float32, like `weight_scales`, for int4-asym, int5-asym, q2k, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]
     sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)
     scales = scales.repeat(parts, axis=1)
     token_sums = (
-        codes.reshape(len(codes), -1, _GROUP).sum(axis=2, dtype=np.int32).astype(np.float32)
+        codes.reshape(len(codes), -1, _GROUP // parts)
+        .sum(axis=2, dtype=np.int32)
+        .astype(np.float32)
     )
     out = np.zeros(sums.shape[:2], dtype=np.float32)
     for group in range(sums.shape[2]):

@@ -43,7 +43,7 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         )
         values: Floats = codes * scales.repeat(codes.shape[1] // scales.shape[1], axis=1)
         if offsets is not None:
-            values = values - offsets.repeat(GROUP, axis=1)
+            values = values - offsets.repeat(codes.shape[1] // offsets.shape[1], axis=1)
         return values[:rows, :inputs]
     if form.table:
         codes = unpack_table_codes(packed.codes, packed.minima, rows, inputs).astype(np.float32)

@@ -6,7 +6,8 @@ llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
 
     Q4_0 -> int4, Q5_0 -> int5, Q8_0 -> int8                 exact
     Q4_1 -> int4-asym, Q5_1 -> int5-asym                     exact
-    Q3_K -> q3k, Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the blocks of the file, reordered
+    Q2_K -> q2k, Q3_K -> q3k, Q4_K -> q4k,
+    Q5_K -> q5k, Q6_K -> q6k                exact: the blocks of the file, reordered
     Q1_0 -> int1-g128, Q2_0 -> int2-g64     exact
     TQ2_0 -> int2-g256                      exact
     TQ1_0 -> int2-g256                      exact, in 1.22 times the bytes
@@ -151,10 +152,6 @@ EARLY_TYPES = {"Q2_0": "Q2_0_g128"}
 _INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why the type is not supported, and what to use instead.
 _REFUSED = {
-    "Q2_K": (
-        "it has a scale and a minimum per 16 weights, so the packed formats would be larger and "
-        f"less exact; {_INSTEAD}, or a Q3_K_M one"
-    ),
     **dict.fromkeys(
         ("IQ1", "IQ2", "IQ3"),
         "its weights are lattice points, so the packed formats would be larger and less exact; "
@@ -261,7 +258,7 @@ def _looked_up(table: npt.NDArray[Any], blocks: Bytes) -> Bytes:
 
 
 def _twos(blocks: Bytes) -> Bytes:
-    """Unpack the codes of TQ2_0.
+    """Unpack the codes of TQ2_0, and those of Q2_K.
 
     The lowest two bits of 32 bytes come first, then their next bits.
     """
@@ -344,6 +341,14 @@ def _q6_k(blocks: Bytes) -> Floats:
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 8, 32)
     codes = (low | (high << np.uint8(4))).astype(np.float32) - np.float32(32)
     weights: Floats = scales[:, :, None] * codes.reshape(-1, 16, 16)
+    return weights
+
+
+def _q2_k(blocks: Bytes) -> Floats:
+    scales = _scale(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
+    minima = _scale(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32)
+    codes = _twos(blocks[:, 16:80]).astype(np.float32).reshape(-1, 16, 16)
+    weights: Floats = scales[:, :, None] * codes - minima[:, :, None]
     return weights
 
 
@@ -538,6 +543,7 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q4_K": _as_blocks(144, "q4k", (0, 2), _q4_k),
     "Q5_K": _as_blocks(176, "q5k", (0, 2), _q5_k),
     "Q6_K": _as_blocks(210, "q6k", (208,), _q6_k),
+    "Q2_K": _as_blocks(84, "q2k", (80, 82), _q2_k),
     "Q3_K": _as_blocks(110, "q3k", (108,), _q3_k),
     "IQ4_NL": BlockFormat(
         32, 18, "int4t", True, (0,), _iq4_nl, lambda b: (_table_codes(2, b), _half(b, 0), None), _NL

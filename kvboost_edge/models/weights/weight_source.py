@@ -35,7 +35,7 @@ class QuantRows(NamedTuple):
         "int5-asym"            weight = scale * code - minimum
         "int4t"                weight = scale * table[code]
         "int2-g64", "int2-g256", "int1-g128"    weight = scale * (code - 1)
-        "q3k" to "q6k"         blocks of 256 inputs in the layout of GGUF's Q3_K to Q6_K
+        "q2k" to "q6k"         blocks of 256 inputs in the layout of GGUF's Q2_K to Q6_K
 
     Attributes:
         kind: packed format.

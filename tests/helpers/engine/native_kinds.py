@@ -28,7 +28,7 @@ FORMATS = {
     "Q4_K": {"q4k"},
     "Q5_K": {"q5k"},
     "Q6_K": {"q6k"},
-    "K_MIX": {"q3k", "q4k", "q5k", "q6k"},
+    "K_MIX": {"q2k", "q3k", "q4k", "q5k", "q6k"},
     "Q5_MIX": {"int5", "int5-asym"},
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
@@ -176,10 +176,10 @@ def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
 
 def _k_mix(name: str) -> str:
     """Return the type of a tensor in a mixture like llama.cpp's: queries, keys and values, or one
-    of them, have more bits than the rest, and the up projections of MLPs have fewer.
+    of them, have more bits than the rest, and the matrices of MLPs have fewer.
     """
     kinds = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
-    kinds |= {"ffn_gate": "Q3_K", "ffn_up": "Q3_K"}
+    kinds |= {"ffn_gate": "Q2_K", "ffn_up": "Q2_K", "ffn_down": "Q3_K"}
     return next((kind for part, kind in kinds.items() if part in name), "Q4_K")
 
 

@@ -40,7 +40,7 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
     raw[0] = 255
     if kind == "q6k":
         raw[0, 192:208] = 128
-    for at in {"q3k": (108,), "q6k": (208,)}.get(kind, (0, 2)):
+    for at in {"q2k": (80, 82), "q3k": (108,), "q6k": (208,)}.get(kind, (0, 2)):
         halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
         raw[:, at : at + 2] = halves.view(np.uint8)
     return raw.reshape(rows, -1)

@@ -96,8 +96,9 @@ def _forms():
 
 # test_every_form.py runs the others in its own process and compares them with the plain one.
 IN_NO_OTHER_FILE = ("avx2", "neon")
-# With and without an offset and a table, in two parts, and with 1 to 4 and 6 bits.
-SOME = ("int1-g128", "int2-g64", "q3k", "int4t", "int4-asym", "q6k")
+# With and without an offset and a table, in two parts with and without minima, and with 1 to 4 and
+# 6 bits.
+SOME = ("int1-g128", "int2-g64", "q2k", "q3k", "int4t", "int4-asym", "q6k")
 OTHERS = tuple(name for name in INTEGERS if name not in SOME)
 
 
@@ -172,8 +173,8 @@ def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
     """There are 8 quads of 64 products for each of 4 tokens (and planes), computed 8 at a time. Few
     instructions keep compilation fast too.
 
-    Sums are widened to 32 bits for every quad of int8, once per group for codes of up to 4 bits,
-    once per half for codes of 3 bits, and after 4 and 2 quads for codes of 5 and 6 bits.
+    Sums are widened to 32 bits for every quad of int8, once per group or half (if it has its own
+    scales) for codes of up to 4 bits, and after 4 and 2 quads for codes of 5 and 6 bits.
     """
     assembly = _assembly(kind, "plain", "cortex-a72", fine=fine)
     planes = 2 if fine else 1
@@ -188,7 +189,7 @@ def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
     assert multiplied == products
     form = FORMAT_OF[kind]
     assert added == 4 * 4 * planes * (
-        8 if form.is_wide else {1: 1, 2: 1, 3: 2, 4: 1, 5: 2, 6: 4}[form.bits]
+        8 if form.is_wide else max(form.parts, {5: 2, 6: 4}.get(form.bits, 1))
     )
 
 

@@ -153,7 +153,8 @@ def test_stored_codes_are_packed_exactly(kind, shape):
 
 @pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize(
-    ("kind", "file_type"), [("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")]
+    ("kind", "file_type"),
+    [("q2k", "Q2_K"), ("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")],
 )
 def test_k_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
@@ -164,7 +165,7 @@ def test_k_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)]
+    ("kind", "most"), [("q2k", 1.0), ("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)]
 )
 def test_packed_sizes_are_close_to_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes

@@ -22,6 +22,7 @@ KINDS = [
     ("q5k", "q4k"),
     ("q6k", "q5k"),
     ("q3k", "q3k"),
+    ("q2k", "q2k"),
     ("q4k", "int8"),
     ("int5", "int8"),
     ("int5-asym", "int5"),

@@ -188,7 +188,16 @@ def test_non_finite_inputs_stay_non_finite(kind, fine):
 
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize(
-    "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k"), ("q3k", "q6k")]
+    "kinds",
+    [
+        ("q4k", "q6k"),
+        ("int4t", "q5k"),
+        ("q4k", "int4t"),
+        ("int4t", "q6k"),
+        ("q3k", "q6k"),
+        ("q2k", "q3k"),
+        ("q4k", "q2k"),
+    ],
 )
 def test_matrices_of_different_formats_share_a_panel(kinds, fine):
     """Rows of two formats are written to one destination, and each equals its separate result."""

@@ -91,7 +91,7 @@ def test_codes_and_scales_are_exact(name):
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_k_blocks_are_packed_exactly(name):
-    assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q3_K"]
+    assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"]
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
@@ -140,6 +140,20 @@ def test_one_and_two_bit_formats_at_their_extremes(name):
     packed = pack_codes(rows.codes, rows.scales, rows.minima, rows.kind)
     found = unpack_rows(packed, 256, block.weights, rows.kind)
     np.testing.assert_array_equal(found, dequantized(name, raw))
+
+
+def test_q2_k_at_its_extremes():
+    """Combine every scale with every minimum, all codes, and numbers of both signs."""
+    raw = np.random.default_rng(5).integers(0, 256, (64, 84), dtype=np.uint8)
+    raw[:, :16] = np.arange(64 * 16).reshape(64, 16)
+    raw[16:] = np.resize(raw[:16], (48, 84))
+    raw[16:32, 16:80] = 0
+    raw[32:48, 16:80] = 255
+    numbers = np.resize(np.array([0.5, 0.25, -2047.0, 2**-24], np.float16), (64, 2))
+    raw[:, 80:] = np.ascontiguousarray(numbers).view(np.uint8)
+    found = unpack_rows(pack_blocks(raw, "q2k"), 64, 256, "q2k")
+    assert (found.min(), found.max()) == (-2047.0 * 15 * 3, 0.5 * 15 * 3)
+    np.testing.assert_array_equal(found, quants.dequantize(raw, GGMLQuantizationType.Q2_K))
 
 
 def test_q3_k_at_its_extremes():
@@ -195,7 +209,6 @@ def test_mxfp4_scales_outside_float16():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("Q2_K", "a minimum per 16 weights.*Q4_K_M or IQ4_XS file.*Q3_K_M"),
         *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
         ("I2_S", "Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file"),
         ("NVFP4", "per 16 weights.*Q4_K_M"),

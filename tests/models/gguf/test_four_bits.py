@@ -1,5 +1,5 @@
-"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q3_K and formats of fewer bits, including widths
-that are not multiples of 256.
+"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K and formats of fewer bits, including
+widths that are not multiples of 256.
 """
 
 import logging
@@ -64,10 +64,19 @@ def _ternary(name):
     return {"token_embd.weight": "Q4_K", "output.weight": "Q6_K"}.get(name, "TQ2_0")
 
 
+def _q2_k(name):
+    """Return the type that llama.cpp's Q2_K gives a tensor of a model whose query heads share keys:
+    values and some other matrices have more bits.
+    """
+    kinds = {"attn_v": "Q4_K", "attn_output": "Q3_K", "ffn_down": "Q3_K", "output.weight": "Q6_K"}
+    return next((kind for part, kind in kinds.items() if part in name), "Q2_K")
+
+
 CASES = {
     "Q4_K_M": (q4_k_m, WIDE),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
+    "Q2_K": (_q2_k, WIDE),
     "Q3_K": ("Q3_K", WIDE),
     "IQ4_XS": (iq4_xs, WIDE),
     "all": (_all, WIDE),
@@ -117,6 +126,19 @@ def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_pa
             1.01,
         ),
         ("MXFP4", {"embed": "int4t", "qkv": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.07),
+        (
+            "Q2_K",
+            {
+                "embed": "q2k",
+                "qkv": "q2k",
+                "qkv+1": "q4k",
+                "out": "q3k",
+                "gate_up": "q2k",
+                "down": "q3k",
+                "head": "q6k",
+            },
+            1.02,
+        ),
         ("Q3_K", {"embed": "q3k", "qkv": "q3k", "gate_up": "q3k", "down": "q3k"}, 1.05),
         (
             "IQ4_XS",
@@ -178,7 +200,9 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
     assert plan_bytes(plan) <= most * Checkpoint.open(path).summary().nbytes
 
 
-@pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"])
+@pytest.mark.parametrize(
+    "kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"]
+)
 def test_rows_are_read_in_transformers_order(kind, tmp_path):
     """In a family with reordered rows, floats and codes of any row range correspond."""
     path = save_gguf("llama", tmp_path, WIDE, kind=kind)

@@ -37,7 +37,20 @@ def _lines(path, weights, caplog):
 
 @pytest.mark.parametrize(
     "kind",
-    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"],
+    [
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q4_K",
+        "Q6_K",
+        "Q2_K",
+        "Q3_K",
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+    ],
 )
 def test_exact_formats_have_no_error(kind, model_dir, tmp_path):
     path = write_gguf(model_dir, tmp_path / "m.gguf", kind=kind)
@@ -109,7 +122,7 @@ def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):
         r"weight instead of 0\.21 \(such as \S+\)",
         line,
     ), line
-    for kind in ("Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
+    for kind in ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
         path = write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind)
         assert not _lines(path, STORED, caplog)
 

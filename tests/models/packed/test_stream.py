@@ -30,7 +30,7 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
-TYPES = {"q3k": "Q3_K", "q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
+TYPES = {"q2k": "Q2_K", "q3k": "Q3_K", "q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 50,
@@ -219,7 +219,7 @@ def _blocks(kind, rows, inputs, seed=0):
 @pytest.mark.parametrize(
     ("stored", "kind"),
     [
-        *(("q3k", "q3k"), ("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k")),
+        *(("q2k", "q2k"), ("q3k", "q3k"), ("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k")),
         *(("q3k", "q6k"), ("q4k", "q5k")),
     ],
 )
@@ -293,6 +293,10 @@ def test_non_finite_block_scales_are_found():
         (
             {"v_proj": "q4k", "up_proj": "q6k", "_proj": "q3k"},
             {"qkv": "q3k", "qkv+1": "q4k", "gate_up": "q6k"},
+        ),
+        (
+            {"v_proj": "q3k", "up_proj": "q3k", "_proj": "q2k"},
+            {"qkv": "q2k", "qkv+1": "q3k", "gate_up": "int8"},
         ),
         ({"v_proj": "int8"}, {"qkv": "int8", "gate_up": "q4k"}),
         ({"v_proj": "int4t"}, {"qkv": "q4k", "qkv+1": "int4t", "gate_up": "q4k"}),
