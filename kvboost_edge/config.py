@@ -559,8 +559,8 @@ class EngineConfig:
     draft_model: str | os.PathLike[str] | None = option(
         None,
         "Draft model for speculative decoding: a directory, GGUF file or hub id of a smaller model "
-        "with the same vocabulary, or of a Gemma 4 assistant. It does not change the answers. "
-        "Needs the native runner",
+        "with the same vocabulary, of a Gemma 4 assistant, or of a multi-token prediction head "
+        "alone. It does not change the answers. Needs the native runner",
         group=_SPECULATION,
         unset="none",
         flag="--draft-model --model-draft",

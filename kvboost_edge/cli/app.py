@@ -203,7 +203,8 @@ DraftModelOption = Annotated[
         "--draft-model",
         metavar="MODEL",
         help="Smaller model with the same vocabulary that proposes draft tokens for speculative "
-        "decoding. It does not change the answers. Default: no draft model.",
+        "decoding, or a Gemma 4 assistant or multi-token prediction head. It does not change the "
+        "answers. Default: no draft model.",
     ),
 ]
 SchemaOption = Annotated[

@@ -1,4 +1,4 @@
-"""Assistants: checkpoints that hold only the drafter of another model."""
+"""Assistants and MTP heads in files that hold only the drafter of another model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_assistant
+from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_assistant, fitted_head
 from kvboost_edge.models.packed.pack_plan import PackEntry, check_tensors, mtp_plan
 from kvboost_edge.models.weights.weight_source import WeightSource
 
-__all__ = ["AssistantFiles"]
+__all__ = ["AssistantFiles", "HeadFile"]
 
 
 class AssistantFiles:
@@ -32,10 +33,13 @@ class AssistantFiles:
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, target_weights: str) -> None:
         self.path: Path = checkpoint.path
         self.cache_dir = checkpoint.cache_dir
-        self.mtp: MtpSpec = describe_assistant(checkpoint.config, target.spec)
+        self.mtp: MtpSpec = self._described(checkpoint, target)
         self._checkpoint = checkpoint
         self._target = target
         self._target_weights = target_weights
+
+    def _described(self, checkpoint: Checkpoint, target: Checkpoint) -> MtpSpec:
+        return describe_assistant(checkpoint.config, target.spec)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -65,3 +69,22 @@ class AssistantFiles:
 
     def changed_files(self) -> list[str]:
         return self._checkpoint.changed_files()
+
+
+class HeadFile(AssistantFiles):
+    """A GGUF file that contains an MTP head without its model.
+
+    The head uses the embedding and the LM head of the model, unless its block contains them.
+    """
+
+    def _described(self, checkpoint: Checkpoint, target: Checkpoint) -> MtpSpec:
+        if checkpoint.mtp is None:
+            raise ModelFormatError(
+                "multi-token prediction heads of model_type="
+                f"{checkpoint.config['model_type']!r} are not supported"
+            )
+        return fitted_head(checkpoint.mtp, checkpoint.spec, target.spec)
+
+    def open_mtp_source(self) -> WeightSource:
+        """Open the tensors of the head, as a context manager."""
+        return self._checkpoint.open_mtp_source()

@@ -31,7 +31,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.dense_tensors import gguf_dense
 from kvboost_edge.models.gguf.metadata_config import TOKENS, gguf_config, gguf_generation
-from kvboost_edge.models.gguf.source import GgufSource, is_mtp_file, own_layers
+from kvboost_edge.models.gguf.source import GgufSource, is_mtp_file, own_layers, trimmed_tensor
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.gguf.tensor_check import check_gguf
 from kvboost_edge.models.gguf.tensor_names import counted_parts, is_other_part
@@ -147,6 +147,11 @@ class Checkpoint(abc.ABC):
             return pack_plan(self.spec, weights)
         with self.open_source() as source:
             return pack_plan(self.spec, STORED, source)
+
+    @property
+    def is_mtp_file(self) -> bool:
+        """True for a file that contains an MTP head without its model."""
+        return False
 
     @property
     def num_mtp_tensors(self) -> int:
@@ -485,10 +490,11 @@ class _GgufFile(Checkpoint):
         return gguf_generation(self._header, self.config, tokenizer_eos)
 
     def summary(self) -> WeightSummary:
-        if is_mtp_file(self._header):
+        if self.is_mtp_file:
             raise ModelFormatError(
                 f"{self.path} contains only a multi-token prediction head "
-                f"({self.num_mtp_tensors} tensors); give the file of the whole model"
+                f"({self.num_mtp_tensors} tensors); give its model as the model, and this file as "
+                "draft_model"
             )
         return check_gguf(self._source, self.config, self._describe, cache_dir=self.cache_dir)
 
@@ -500,7 +506,17 @@ class _GgufFile(Checkpoint):
         self._source.check_unchanged()
         return self._source
 
+    @property
+    def is_mtp_file(self) -> bool:
+        return is_mtp_file(self._header)
+
     def _open_mtp_files(self) -> WeightSource:
+        if trimmed := trimmed_tensor(self._header, self.config["vocab_size"]):
+            raise ModelFormatError(
+                f"{self.path}: tensor {trimmed!r} belongs to an LM head for a part of the "
+                "vocabulary, which is not supported in a multi-token prediction head; give a head "
+                "for the whole vocabulary"
+            )
         return GgufSource(self._header, mtp=True)
 
     def open_assistant_source(self) -> WeightSource:

@@ -20,7 +20,7 @@ from kvboost_edge.engine.memory.selection import (
     usable_context,
 )
 from kvboost_edge.errors import ConfigError, KVBoostError, ModelFormatError
-from kvboost_edge.models.assistant import AssistantFiles
+from kvboost_edge.models.assistant import AssistantFiles, HeadFile
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
 from kvboost_edge.models.config.mtp_spec import MtpSpec, is_assistant
@@ -81,10 +81,10 @@ class DraftPlan(NamedTuple):
         head = self._mtp
         is_shared = head is not None and "head" in head.shared
         weights = self.selected.runner.weights
-        if self.head is None or is_shared:
+        if self.head is None:
             entries = self.checkpoint.plan(weights)
         else:
-            entries = self.head.mtp_plan(weights)
+            entries = self.head.plan(weights) if is_shared else self.head.mtp_plan(weights)
         plan = {one.name: one for one in entries}
         of_head = plan_bytes([plan["head"] if "head" in plan else plan["embed"]])
         computed = self.info.short_vocabulary or self.info.vocab_size
@@ -143,6 +143,8 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     )
     try:
         checkpoint = open_checkpoint(find_model(name, own), own)
+        if checkpoint.is_mtp_file:
+            return _plan_head_file(checkpoint, target, selected, config)
         if is_assistant(checkpoint.config):
             return _plan_assistant(checkpoint, target, selected, config)
         if refusal := _draft_refusal(checkpoint, config):
@@ -172,6 +174,24 @@ def _plan_assistant(
     own = dataclasses.replace(config, draft_model=None, draft_weights="int4", mtp="off")
     chosen = selected._replace(runner=runner)
     return DraftPlan(checkpoint, own, chosen, info, assistant)
+
+
+def _plan_head_file(
+    checkpoint: Checkpoint, target: Checkpoint, selected: Selection, config: EngineConfig
+) -> DraftPlan:
+    """Plan the MTP head in a file of its own.
+
+    Raises:
+        ModelFormatError: The head is damaged or not supported, or does not fit the model.
+    """
+    head = HeadFile(checkpoint, target, selected.runner.weights)
+    weights = config.draft_weights
+    info = _head_info(head, checkpoint, weights, config)
+    own = dataclasses.replace(
+        config, draft_model=None, draft_weights="int4", kv_cache_bits=_UNQUANTIZED[0], mtp="off"
+    )
+    chosen = selected._replace(runner=dataclasses.replace(selected.runner, weights=weights))
+    return DraftPlan(checkpoint, own, chosen, info, head)
 
 
 def _head_info(

@@ -13,7 +13,7 @@ from kvboost_edge.models.config.spec import LayerSpec, ModelSpec, describe_model
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.families.registry import ASSISTANTS
 
-__all__ = ["MtpSpec", "describe_assistant", "describe_mtp", "is_assistant"]
+__all__ = ["MtpSpec", "describe_assistant", "describe_mtp", "fitted_head", "is_assistant"]
 
 # Entries of a pack plan that a head may share with the model, and their tensors.
 _SHARED = {
@@ -69,6 +69,41 @@ def describe_mtp(spec: ModelSpec, names: Container[str]) -> MtpSpec:
         joins_states=True,
     )
     return MtpSpec(model, tuple(name for name, tensor in _SHARED.items() if tensor not in names))
+
+
+def fitted_head(head: MtpSpec, own: ModelSpec, target: ModelSpec) -> MtpSpec:
+    """Return the spec of a head in a file of its own, for the model that it drafts for.
+
+    Args:
+        head: spec of the head, by the file's metadata.
+        own: spec of the whole model, likewise. A file without an embedding may give fewer tokens
+            than its model has rows.
+        target: spec of the model.
+
+    Raises:
+        ModelFormatError: the head belongs to another model. The message names the difference.
+    """
+    wanted = describe_mtp(target, ()).model
+    layer, fitting = (model.layers[0] for model in (head.model, wanted))
+    pairs = (
+        ("model_type", own.model_type, target.model_type),
+        ("number of layers", len(own.layers), len(target.layers)),
+        ("hidden size", own.hidden_size, target.hidden_size),
+        ("number of query heads", own.num_heads, target.num_heads),
+        ("number of KV heads", layer.num_kv_heads, fitting.num_kv_heads),
+        ("head size", layer.head_dim, fitting.head_dim),
+        ("MLP size", layer.intermediate_size, fitting.intermediate_size),
+        ("RoPE", _rope(head.model, layer), _rope(wanted, fitting)),
+        ("vocabulary", max(own.vocab_size, target.vocab_size), target.vocab_size),
+    )
+    for name, found, expected in pairs:
+        if found != expected:
+            raise ModelFormatError(
+                f"the multi-token prediction head belongs to a model with another {name}: "
+                f"{found}, but the model has {expected}; give the head of this model"
+            )
+    model = dataclasses.replace(head.model, vocab_size=target.vocab_size)
+    return dataclasses.replace(head, model=model)
 
 
 _GROUP = 32  # inputs per quantization group of a matrix

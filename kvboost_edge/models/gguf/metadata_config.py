@@ -22,6 +22,7 @@ from kvboost_edge.models.gguf.source import (
     ROPE_FACTORS,
     SHORT_FACTORS,
     architecture_of,
+    is_mtp_file,
 )
 
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
@@ -304,6 +305,8 @@ def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
 
 def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
     embedding = header.tensors.get("token_embd.weight")
+    if embedding is None and is_mtp_file(header):
+        return keys.optional_size("vocab_size") or _count_tokens(header) or 1
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFormatError(
             f"{header.path}: tensor 'token_embd.weight' must exist and have two dimensions"
@@ -316,14 +319,17 @@ def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
     given = keys.optional_size("vocab_size")
     if given not in (None, rows):
         raise keys.error("vocab_size", given, f"but tensor 'token_embd.weight' has {rows} rows")
-    if header.has_strings(TOKENS):
-        count = header.length(TOKENS)
-        if count > rows:
-            raise ModelFormatError(
-                f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' has "
-                f"{rows} rows"
-            )
+    count = _count_tokens(header)
+    if count > rows:
+        raise ModelFormatError(
+            f"{header.path}: {TOKENS} has {count} tokens, but tensor 'token_embd.weight' has "
+            f"{rows} rows"
+        )
     return rows
+
+
+def _count_tokens(header: GgufHeader) -> int:
+    return header.length(TOKENS) if header.has_strings(TOKENS) else 0
 
 
 def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:

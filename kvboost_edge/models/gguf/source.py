@@ -37,6 +37,7 @@ __all__ = [
     "architecture_of",
     "is_mtp_file",
     "own_layers",
+    "trimmed_tensor",
 ]
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -90,6 +91,17 @@ def is_mtp_file(header: GgufHeader) -> bool:
     """Return whether a file contains an MTP head without the layers of the model."""
     first = Keys(header).first_block()
     return first != "blk.0." and any(name.startswith(first) for name in header.tensors)
+
+
+def trimmed_tensor(header: GgufHeader, vocab_size: int) -> str:
+    """Return the name of a tensor that shows an LM head for a part of the vocabulary, or "".
+
+    FastMTP and EAGLE-3 heads have such an LM head, and "d2t" maps its rows to token ids.
+    """
+    output = header.tensors.get("output.weight")
+    mapping = (name for name in header.tensors if "d2t" in name.split("."))
+    is_short = output is not None and output.shape[0] < vocab_size
+    return next(mapping, "output.weight" if is_short else "")
 
 
 class GgufSource:

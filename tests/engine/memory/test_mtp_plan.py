@@ -4,9 +4,10 @@ options.
 
 import logging
 
+import numpy as np
 import pytest
 
-from helpers.models.mtp_heads import save_with_head, write_gguf_with_head
+from helpers.models.mtp_heads import save_with_head, write_gguf_with_head, write_head_file
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
@@ -14,7 +15,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
 from kvboost_edge.engine.memory.selection import select_path
-from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.memory import process_rss
 from kvboost_edge.models.checkpoint import Checkpoint
 
@@ -90,6 +91,53 @@ def test_answers_equal_those_without_the_head(path, form, tmp_path):
     expected, drafted = ([one.output_token_ids for one in several] for several in found)
     assert drafted == expected
     assert counts["mtp"]["num_drafts"] > 10
+
+
+def test_a_head_in_its_own_file_is_given_as_draft_model(path, tmp_path):
+    alone = write_head_file(path, tmp_path / "head.gguf")
+    options = {"num_blocks": 64, "num_threads": 1, "kv_cache_bits": 8}
+    planned = _draft(path, draft_model=alone, draft_weights="int8", kv_cache_bits=8)
+    own = _draft(path, weights="int8")
+    assert planned.is_head
+    assert planned.info.kv_spec == own.info.kv_spec
+    assert planned.bytes_read == own.bytes_read
+    found = []
+    for more in ({"speculation": "off"}, {"draft_model": str(alone), "speculation": "on"}):
+        with CPUPagedEngine.from_pretrained(path, **options, **more) as engine:
+            answer = engine.generate("a cat", 40, temperature=0.0, logprobs=2)
+            found.append((answer.output_token_ids, answer.logprobs))
+            stats = engine.paged_stats()
+    assert found[0] == found[1]
+    assert stats["drafts"]["mtp"]["num_drafts"] > 10
+    assert 0 < stats["draft_pool_bytes"] < stats["pool_bytes"] * 4
+    with pytest.raises(ModelFormatError, match=r"give its model as the model, and this file as"):
+        CPUPagedEngine.from_pretrained(alone)
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "message"),
+    [
+        ({"hidden_size": 128}, {}, "another hidden size: 128, but the model has 64"),
+        ({"num_key_value_heads": 4}, {}, "another number of KV heads: 4, but the model has 2"),
+        ({"vocab_size": 320}, {}, "another vocabulary: 320, but the model has 300"),
+        ({}, {"d2t": np.zeros(32, np.float32)}, "tensor 'd2t' belongs to an LM head for a part"),
+        (
+            {},
+            {"output.weight": np.ones((96, 64), np.float32)},
+            r"tensor 'output\.weight' belongs to an LM head for a part of the vocabulary",
+        ),
+        ({}, {"blk.{}.nextn.eh_proj.weight": None}, "lacks tensor 'mtp.projection.weight'"),
+    ],
+)
+def test_head_files_that_do_not_fit_are_refused(fields, more, message, tmp_path):
+    path = save_with_head("qwen3_5_text", tmp_path / "model")
+    other = save_with_head("qwen3_5_text", tmp_path / "other", **fields)
+    layers = len(Checkpoint.open(other).spec.layers)
+    more = {name.format(layers): tensor for name, tensor in more.items()}
+    alone = write_head_file(other, tmp_path / "head.gguf", ("output_norm.weight",), more=more)
+    with pytest.raises(ConfigError, match=message) as caught:
+        _draft(path, draft_model=alone)
+    assert f"draft_model={str(alone)!r} is refused: " in str(caught.value)
 
 
 def test_max_memory_covers_the_head(path):

@@ -5,7 +5,7 @@ The head is transformers' `MtpModel`, with random weights under the names that r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from helpers.gguf.experts import merged_experts
 from helpers.gguf.hybrids import hybrid_tensors, is_hybrid
-from helpers.gguf.writer import ARCHS, write_gguf
+from helpers.gguf.writer import ARCHS, gguf_tensors, write_gguf
 from helpers.json_files import read_json
 from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model, sharpen
@@ -113,6 +113,21 @@ def write_gguf_with_head(
         keys["attention.recurrent_layers"] = [*recurrent, *[False] * num_heads]
     more = {**gguf_head(model_dir), **options.pop("more", {})}
     return write_gguf(model_dir, path, keys=keys, more=more, **options)
+
+
+ENDS = ("token_embd.weight", "output_norm.weight", "output.weight")
+
+
+def write_head_file(
+    model_dir: Path, path: Path, missing: Sequence[str] = ENDS, **options: Any
+) -> Path:
+    """Write the head of a model as a GGUF file of its own, without some other tensors."""
+    of_head = gguf_head(model_dir)
+    layers = [name for name in gguf_tensors(model_dir) if name.startswith("blk.")]
+    left_out = dict.fromkeys([*missing, *(name for name in layers if name not in of_head)])
+    return write_gguf_with_head(
+        model_dir, path, more={**left_out, **options.pop("more", {})}, **options
+    )
 
 
 def gguf_head(model_dir: Path) -> dict[str, np.ndarray]:

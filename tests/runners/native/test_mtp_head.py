@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 
 from helpers.distance import distance
-from helpers.models.mtp_heads import HEADS, save_with_head, write_gguf_with_head
+from helpers.models.mtp_heads import (
+    HEADS,
+    save_with_head,
+    write_gguf_with_head,
+    write_head_file,
+)
 from helpers.oracles.packed_plan import last_states, mtp_model, mtp_states, plan_floats
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
+from kvboost_edge.models.assistant import HeadFile
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions
 from kvboost_edge.runners.native.mtp_head import load_mtp_head
@@ -22,11 +28,13 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 class Head:
     """A head over a separate pool, and the rows of one sequence in the blocks 3, 2 and 1."""
 
-    def __init__(self, path, weights="f32", num_threads=1):
+    def __init__(self, path, weights="f32", num_threads=1, file=None):
+        """Load the head of a model, or that in a file of its own."""
         checkpoint = Checkpoint.open(path)
         options = LoadOptions(weights, "auto", "cpu", num_threads, BLOCK, (16, 16))
         self.model = NativeRunner.from_dir(checkpoint, weights=weights, num_threads=num_threads)
-        self.runner = load_mtp_head(checkpoint, self.model, options)
+        head = checkpoint if file is None else HeadFile(Checkpoint.open(file), checkpoint, weights)
+        self.runner = load_mtp_head(head, self.model, options)
         self.backend = CPUBackend(self.runner.info.kv_spec, 4, num_threads=num_threads)
         self.runner.bind(self.backend)
 
@@ -104,6 +112,23 @@ def test_quantized_heads_are_close_and_equal_in_any_split(tmp_path):
             for part, one in zip(parts, whole, strict=True):
                 np.testing.assert_array_equal(part, one[start:stop])
         head.close()
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+def test_a_head_in_its_own_file_equals_that_inside_the_whole_file(name, weights, tmp_path):
+    model = save_with_head(name, tmp_path / "model")
+    whole = write_gguf_with_head(model, tmp_path / "m.gguf")
+    alone = write_head_file(model, tmp_path / "head.gguf")
+    joined = np.random.default_rng(3).standard_normal((41, 64)).astype(np.float32)
+    found = []
+    for path, file in ((whole, None), (whole, alone), (model, alone)):
+        head = Head(path, weights, file=file)
+        found.append(head.step(0, TOKENS, joined, range(41)))
+        head.close()
+    for ours, of_gguf, of_directory in zip(*found, strict=True):
+        np.testing.assert_array_equal(of_gguf, ours)
+        assert distance(of_directory, ours) < (1e-6 if weights == "f32" else 1e-3)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "glm4_moe"])
