@@ -67,6 +67,7 @@ _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it h
 _MOST_RARE = 12
 _RECENT = 128
 _KEPT_STATES = 32  # tokens of a sequence whose hidden states wait for a draft
+_MOST_STATES = 128  # tokens of a sequence that drafts whose hidden states are kept
 
 
 class SequenceDraft:
@@ -113,6 +114,11 @@ class SequenceDraft:
         """End the draft of this step."""
         self.count = self.num_fill = self.stop = 0
         self.is_cut = False
+
+    @property
+    def num_states(self) -> int:
+        """Number of tokens whose hidden states are kept, without those of draft tokens."""
+        return 0 if self.states is None else self.states.stop - self.states.first
 
     def drop_filled(self) -> None:
         """Drop all hidden states but the last one, after the KV of their tokens was computed."""
@@ -496,8 +502,8 @@ class ModelDrafts:
             self._pass(rows, is_abandoned)
             for turn, one in rows:
                 self.model.note_filled(one.table, one.start, one.stop)
-                if one.wants_logits:  # all tokens before it have KV
-                    turn.draft.drop_filled()
+                if one.wants_logits and turn.draft.num_states > _MOST_STATES:
+                    turn.draft.drop_filled()  # all tokens before this one have KV
                 if turn.draft.is_off:
                     self.model.forget(one.table)
         while active := [t for t in turns if not (t.is_done or is_ending(t.sequence))]:

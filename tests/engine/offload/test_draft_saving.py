@@ -369,9 +369,9 @@ def test_a_restarted_engine_restores_draft_kv(tmp_path, monkeypatch):
     starts = []
     forward = DraftModel.forward
 
-    def watched(self, rows, is_abandoned):
+    def watched(self, rows, is_abandoned, **options):
         starts.extend(one.start for one in rows)
-        return forward(self, rows, is_abandoned)
+        return forward(self, rows, is_abandoned, **options)
 
     monkeypatch.setattr(DraftModel, "forward", watched)
     for name, layers in (("target", 2), ("draft", 1)):
