@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from helpers.engine.draft_models import (
+    ASSISTANT,
     DRAFT_KINDS,
     MTP,
     draft_runner,
@@ -55,7 +56,7 @@ class RandomSchedule:
         near = DictTier("near", losses=0.1, seed=seed)
         far = DictTier("far", knows=False, losses=0.1, seed=seed)
         num_blocks = rng.choice((6, 7, 8, 40))
-        drafts = (*DRAFT_KINDS, MTP, "")[seed % 6]
+        drafts = (*DRAFT_KINDS, MTP, ASSISTANT, "")[seed % 7]
         self.bench = kind.bench(
             num_blocks,
             max_num_seqs + rng.choice((1, 2, 5, 40)),
@@ -189,6 +190,7 @@ class RandomSchedule:
             assert models_of(bench).is_on
             runner = draft_runner(bench)
             by = "by_head" if runner.info.joins_states else "by_model"
+            by = "by_assistant" if runner.info.borrows_kv else by
             restored = bench.core.tiering.num_draft_restored
             found.update({by: runner.computed, "restored_drafts": restored})
         if (states := bench.manager.states) is not None:
@@ -209,6 +211,7 @@ EXPECTED = {
     "by_model": 240,
     "restored_drafts": 5,
     "by_head": 240,
+    "by_assistant": 90,
 }
 OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "saved": 90}}
 

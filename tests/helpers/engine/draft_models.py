@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,13 @@ from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.runners.base import ForwardBatch
 
 DRAFT_KINDS = ("right", "wrong", "random", "one off")
+Drafter = DraftParts | Callable[[FakeBackend], DraftParts]
 MTP = "mtp"
 """A kind of drafter besides these: a head, which is right where no KV is missing."""
+
+
+ASSISTANT = "assistant"
+"""A kind of drafter that reads the engine's pool, and is always right."""
 
 
 class FakeDraftRunner(FakeRunner):
@@ -140,10 +146,63 @@ class FakeHeadRunner(FakeDraftRunner):
         return self._logits(tokens) if first == 0 else token_logits(tokens)
 
 
-def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> DraftParts:
+class FakeAssistantRunner(FakeDraftRunner):
+    """A `FakeDraftRunner` that reads the engine's pool, stores nothing, and is always right.
+
+    A row must have the state of the last computed token, or the runner's own state of the token
+    drafted before. `unknown` counts rows without a state.
+    """
+
+    def __init__(self, backend: FakeBackend, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self.info = dataclasses.replace(
+            self.info, joins_states=True, borrows_kv=True, hidden_size=2
+        )
+        self.unknown = 0
+        self._chains: list[list[int]] = []  # tokens after the computed ones, by own state
+
+    def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        layout = batch.layout
+        count = len(batch.token_ids)
+        assert not layout.stores
+        assert batch.joined is not None
+        assert (np.diff(layout.cu_seqlens_q) == 1).all()
+        assert batch.logit_rows.tolist() == batch.state_rows.tolist() == list(range(count))
+        self.computed += count
+        rows = []
+        for row, (length, state) in enumerate(
+            zip(layout.seq_lens.tolist(), batch.joined.tolist(), strict=True)
+        ):
+            if not any(state):
+                self.unknown += 1
+                rows.append(np.zeros(VOCAB_SIZE, np.float32))
+                continue
+            tokens, positions = self._read(layout, row, length)
+            assert (tokens != POISON).all(), "memory that was never written was read"
+            assert (positions == np.arange(length)).all(), "a token of another position"
+            assert batch.positions[row] == length
+            chain = []
+            if state[1] < 0:
+                chain = self._chains[int(state[0])]
+            else:
+                assert state == [1 + tokens[-1], length], "a state of another token"
+            self._chains.append([*chain, int(batch.token_ids[row])])
+            batch.states[row] = len(self._chains) - 1, -1
+            rows.append(self._logits(np.array([*tokens.tolist(), *self._chains[-1]])))
+        return np.stack(rows)
+
+
+def fake_assistant(backend: FakeBackend, **options: Any) -> DraftParts:
+    """Make an assistant that reads an engine's pool."""
+    return DraftParts(FakeAssistantRunner(backend, **options), backend, bytes(32))
+
+
+def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> Drafter:
     """Make a draft model for an engine with `num_blocks` blocks of 16 tokens. Its digest depends on
     the kind.
     """
+    if kind == ASSISTANT:
+        return functools.partial(fake_assistant, **options)
     backend = FakeBackend(num_blocks, 16)
     digest = hashlib.sha256(kind.encode()).digest()
     made = FakeHeadRunner if kind == MTP else functools.partial(FakeDraftRunner, kind=kind)
@@ -166,7 +225,7 @@ def drafting_bench(
     }
     drafter = fake_drafter(num_blocks, drafts, of=kind, **draft_options)
     bench = kind.bench(num_blocks, drafter=drafter, **options)
-    if drafts == MTP:
+    if drafts in (MTP, ASSISTANT):
         gives_states(bench)
         draft_runner(bench).unknown = 0
     without_lookup(bench)

@@ -143,6 +143,9 @@ class FakeBackend:
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         self.tokens[list(block_ids)] = POISON
 
+    def release_blocks(self, block_ids: Sequence[int]) -> None:
+        pass
+
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
         return [
             zlib.crc32(self.tokens[b].tobytes() + self.positions[b].tobytes()) for b in block_ids
@@ -401,8 +404,10 @@ class Bench:
             self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks
         )
         if tiers:
+            drafter = self.parts.drafter
+            kept = drafter if drafter is not None and drafter.has_kv else None
             self.core.use_tiers(
-                Tiering(self.manager, self.parts.backend, loads, self.io_thread, self.parts.drafter)
+                Tiering(self.manager, self.parts.backend, loads, self.io_thread, kept)
             )
         self.num_requests = 0
         self._asked: dict[

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any
 
 from helpers.engine.fake_hybrid import hybrid_parts
@@ -36,16 +37,21 @@ class ModelKind(enum.Enum):
         interval: int = 1024,
         every_block: bool = False,
         num_draft_rows: int = 31,
-        drafter: DraftParts | None = None,
+        drafter: DraftParts | Callable[[Any], DraftParts] | None = None,
         **options: Any,
     ) -> Bench:
-        """Make an engine that is stepped by hand, optionally with a draft model."""
+        """Make an engine that is stepped by hand, optionally with a draft model.
+
+        The draft model may be a function of the engine's pool.
+        """
         states = {
             "interval": interval,
             "every_block": every_block,
             "num_draft_rows": num_draft_rows,
         }
         parts = self.parts(num_blocks, num_slots, **states)
+        if callable(drafter):
+            drafter = drafter(parts.backend)
         return Bench(parts=dataclasses.replace(parts, drafter=drafter), **options)
 
     def cached(self, length: int) -> int:
