@@ -48,7 +48,14 @@ def test_unknown_formats_are_refused():
 # Error of a file's own formats: none, or that of rounding.
 @pytest.mark.parametrize(
     ("kind", "most"),
-    [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)],
+    [
+        ("Q4_K", 0.0),
+        ("Q3_K", 0.0),
+        ("Q2_K", 0.0),
+        ("IQ4_NL", 0.0),
+        ("MXFP4", 0.0),
+        ("IQ4_XS", 2**-11),
+    ],
 )
 def test_report_of_a_quantized_file(kind, most, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
