@@ -14,13 +14,15 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.draft_plan import short_vocabulary
 from kvboost_edge.engine.memory.selection import planned_kv_spec, select_path, usable_context
 from kvboost_edge.engine.request.sampling_defaults import sampling_defaults
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import KVBoostError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
+    UNSUPPORTED_ARCHITECTURES,
     check_model_compatibility,
 )
 from kvboost_edge.models.config.json_readers import text_config
+from kvboost_edge.models.config.mtp_spec import is_assistant
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.packed.pack_plan import plan_bytes
 from kvboost_edge.runners.choice import RUNNERS, plan_of
@@ -57,6 +59,12 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
     """Return properties of a model by name. Raises ModelFormatError for an invalid model."""
     fields = checkpoint.config
+    if is_assistant(fields):
+        kind = str(fields["model_type"])
+        raise ModelFormatError(
+            f"{checkpoint.path} has model_type={kind!r}: {UNSUPPORTED_ARCHITECTURES[kind]}; "
+            "`kvboost-edge doctor MODEL --draft-model` shows whether both fit together"
+        )
     weights = checkpoint.summary()
     inner = text_config(fields)
     path_taken = route(checkpoint, config)

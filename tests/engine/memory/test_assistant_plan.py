@@ -10,6 +10,7 @@ from helpers.models.assistants import TARGETS, config_of, save_pair, write_gguf_
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.cli.inspect import model_report
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import draft_model_refusal
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
@@ -186,6 +187,10 @@ def test_an_assistant_alone_is_refused(fresh):
     _, own = fresh
     with pytest.raises(ModelFormatError, match="only drafts tokens for another model"):
         CPUPagedEngine.from_pretrained(own)
+    gguf = write_gguf_assistant(own, own.parent / "own.gguf")
+    for path in (own, gguf):
+        with pytest.raises(ModelFormatError, match="only drafts tokens for another model"):
+            model_report(Checkpoint.open(path), EngineConfig())
 
 
 def gguf_pair(folder):
