@@ -124,6 +124,7 @@ def main() -> None:
     options.add_argument("draft", type=Path, help="GGUF file of the draft model")
     options.add_argument("--tokens", type=int, default=96, help="tokens per answer")
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--draft-vocabulary", type=int, help="option of the engine")
     chosen = options.parse_args()
     num_prompts = 1 if chosen.quick else 8
     rows = []
@@ -132,6 +133,7 @@ def main() -> None:
         draft_model=str(chosen.draft),
         num_blocks=256,
         num_threads=chosen.threads,
+        draft_vocabulary=chosen.draft_vocabulary,
     ) as engine:
         for kind in _PROMPTS:
             rows += measure(engine, kind, chosen.tokens, num_prompts)

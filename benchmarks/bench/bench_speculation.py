@@ -270,6 +270,7 @@ def main() -> None:
     options.add_argument(
         "--acceptance", help="probabilities of accepted draft tokens of a head, by position"
     )
+    options.add_argument("--draft-vocabulary", type=int, help="option of the engine, for a head")
     options.add_argument("--threads", type=int, default=2)
     options.add_argument(
         "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
@@ -318,7 +319,10 @@ def main() -> None:
         _follow(script)
         if chosen.acceptance:
             _draft(script, [float(chance) for chance in chosen.acceptance.split(",")])
-        with CPUPagedEngine.from_pretrained(str(model), **common) as engine:
+        vocabulary = chosen.draft_vocabulary
+        with CPUPagedEngine.from_pretrained(
+            str(model), **common, draft_vocabulary=vocabulary
+        ) as engine:
             bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen.rounds, script)
             bench.costs()
             for task in tasks:
