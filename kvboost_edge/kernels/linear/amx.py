@@ -23,6 +23,7 @@ from llvmlite import ir
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.lazy import cgutils, types
+from kvboost_edge.kernels.linear.int_tiles import emit_place, splat_f32_at
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
@@ -61,13 +62,14 @@ _ROWS = (4, 5)
 _WEIGHTS = (6, 7)
 _CELL_ROWS = 2 * LANES  # tokens x planes
 # Byte offsets in the stack scratch: sums of a group, float sums, weights of two groups,
-# configuration.
+# configuration, the tokens' factors of the minima of half a group.
 _SUMS_AT = 0
 _FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
 _TURN = _TILES * _QUADS * _LINE
 _CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
-_SCRATCH = _CONFIG_AT + _LINE
+_TERMS_AT = _CONFIG_AT + _LINE
+_SCRATCH = _TERMS_AT + 4 * _CELL_ROWS
 
 
 def _configuration(quads: int) -> ir.Constant:
@@ -235,6 +237,8 @@ class AmxTiles(IntTiles):
         here = self._here(b, source, part)
         scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
         in_group = b.urem(part, int_constant(self.parts))
+        if t == 0 and self.format.minima_in_halves:
+            self._store_minima_terms(b, here, in_group)
         sums_at = [
             _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
             for plane in range(self.planes)
@@ -249,10 +253,26 @@ class AmxTiles(IntTiles):
                 )
                 slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
                 here_term = b.add(term, int_constant(4 * token))
+                if self.format.minima_in_halves:
+                    minima_at = b.add(self._at(b, _TERMS_AT), b.mul(index, int_constant(4)))
+                    minima_term = splat_f32_at(b, minima_at)
+                else:
+                    minima_term = self._minima_term(b, here_term, in_group)
                 result = self._epilogue(
-                    b, sums, here_term, in_group, scales, emit_load(b, V16, slot)
+                    b, sums, here_term, minima_term, scales, emit_load(b, V16, slot)
                 )
                 emit_store(b, result, slot)
+
+    def _store_minima_terms(self, b: Builder, here: Value, part: Value) -> None:
+        """Store the factors of a part's minima for all tokens, which both weight tiles use."""
+        first = self._term(b, here, 0)
+        seeds = emit_place(b, first, part, 4 * self.tokens, 8 * self.tokens)
+        scales = b.add(first, int_constant(4 * self.tokens))
+        for start in range(0, 4 * self.tokens, _LINE):
+            offset = int_constant(start)
+            values = b.sitofp(emit_load_bytes(b, b.add(seeds, offset)), V16)
+            products = b.fmul(values, emit_load(b, V16, b.add(scales, offset)))
+            emit_store(b, products, self._at(b, _TERMS_AT + start))
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """Store the results row by row; see `emit_target`."""

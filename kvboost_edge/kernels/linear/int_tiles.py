@@ -477,9 +477,10 @@ class IntTiles:
         """
         for token in range(self.tokens):
             term = self._term(b, here, token)
+            minima_term = self._minima_term(b, term, part)
             for tile, slots in enumerate(sums):
                 result = self._epilogue(
-                    b, dots[tile][token], term, part, scales[tile], b.load(slots[token])
+                    b, dots[tile][token], term, minima_term, scales[tile], b.load(slots[token])
                 )
                 b.store(result, slots[token])
 
@@ -488,7 +489,7 @@ class IntTiles:
         b: Builder,
         dots: Value,
         term: Value,
-        part: Value,
+        minima_term: Value | None,
         scales: tuple[Value, Value | None],
         sums: Value,
     ) -> Value:
@@ -501,16 +502,27 @@ class IntTiles:
             b: the builder.
             dots: integer sums of 16 rows for one token.
             term: address of the token's term, which the scales follow.
-            part: index of the part in the group.
+            minima_term: the token's factor of the minima, or None; see `_minima_term`.
             scales: scales of 16 rows, and their minima or None.
             sums: outputs accumulated so far.
         """
         half, low = scales
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
         result = emit_fma(b, b.fmul(b.sitofp(dots, V16), scale), half, sums)
-        if low is None:
-            return result
-        if self.format.minima_in_halves:
-            seed = splat_i32_at(b, emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens))
-            return emit_fma(b, b.fmul(b.sitofp(seed, V16), scale), low, result)
-        return emit_fma(b, splat_f32_at(b, term), low, result)
+        return result if low is None else emit_fma(b, minima_term, low, result)
+
+    def _minima_term(self, b: Builder, term: Value, part: Value) -> Value | None:
+        """Return a token's factor of the minima of a part in all lanes, or None without minima.
+
+        Args:
+            b: the builder.
+            term: address of the token's term.
+            part: index of the part in the group.
+        """
+        if not self.format.minima:
+            return None
+        if not self.format.minima_in_halves:
+            return splat_f32_at(b, term)
+        seed = splat_i32_at(b, emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens))
+        scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
+        return b.fmul(b.sitofp(seed, V16), scale)

@@ -167,7 +167,10 @@ class UnpackedTiles(IntTiles):
             for token, dot in enumerate(dots):
                 place = b.add(sums, int_constant(_LINE * token))
                 term = self._term(b, here, token)
-                result = self._epilogue(b, dot, term, part, (scale, low), emit_load(b, V16, place))
+                minima_term = self._minima_term(b, term, part)
+                result = self._epilogue(
+                    b, dot, term, minima_term, (scale, low), emit_load(b, V16, place)
+                )
                 emit_store(b, result, place)
 
     def _minima_at(self, b: Builder, floats: Value, part: Value) -> Value:
