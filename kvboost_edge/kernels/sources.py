@@ -16,25 +16,27 @@ NOT_COMPILED = ("aot.py", "build.py", "library.py", "notices.py", "reference/*")
 
 @functools.cache
 def source_digest() -> str:
-    """Return the digest of all Python files in this package, for kernel libraries."""
+    """Return the digest of all sources in this package, for kernel libraries."""
     return digest_of(Path(__file__).parent)
 
 
 @functools.cache
 def compiled_digest() -> str:
-    """Return the digest of the Python files that machine code depends on, for compiled kernels."""
+    """Return the digest of the sources that machine code depends on, for compiled kernels."""
     return digest_of(Path(__file__).parent, NOT_COMPILED)
 
 
 def digest_of(room: Path, leaving_out: tuple[str, ...] = ()) -> str:
-    """Return the SHA-256 of the names and contents of all Python files under a folder.
+    """Return the SHA-256 of the names and contents of all sources under a folder.
+
+    Sources are Python files, and tables that kernels embed (`.npz`).
 
     Args:
         room: the folder.
         leaving_out: patterns of paths in the folder that the digest leaves out.
     """
     digest = hashlib.sha256()
-    for path in sorted(room.rglob("*.py")):
+    for path in sorted([*room.rglob("*.py"), *room.rglob("*.npz")]):
         name = path.relative_to(room).as_posix()
         if not any(fnmatch(name, pattern) for pattern in leaving_out):
             digest.update(name.encode() + b"\0" + path.read_bytes())

@@ -1,4 +1,6 @@
-"""Faults in weight formats with lookup tables, in codes of 1, 2 and 5 bits, in Q2_K and Q3_K."""
+"""Faults in weight formats with lookup tables and grids, in codes of 1, 2 and 5 bits, in Q2_K and
+Q3_K.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ _TOKENS = "kernels/program/tokens.py"
 _PLAN = "models/packed/pack_plan.py"
 _STREAM = "models/packed/stream.py"
 _HALVED = "models/weights/reordered.py"
+_GRIDS = "kernels/linear/grids.py"
+_GRID_BLOCKS = "kernels/linear/grid_blocks.py"
 _OF_BLOCKS = "tests/models/gguf/test_blocks.py"
 _OF_FILES = "tests/models/gguf/test_four_bits.py"
 _OF_STREAM = "tests/models/packed/test_stream.py"
@@ -212,6 +216,69 @@ FAULTS = faults(
         "[rows.codes] + np.uint8(form.offset)",
         "[rows.codes]",
         _OF_STREAM,
+    ),
+    (
+        "grid: negates no weight",
+        _GRIDS,
+        "b.select(is_negative, b.sub(zeros, quad), quad)",
+        "quad",
+        _OF_KERNELS,
+    ),
+    (
+        "grid: drops the bits of an index above 8",
+        _GRIDS,
+        "    above = weight_format.index_bits - 8\n",
+        "    above = 0\n",
+        _OF_KERNELS,
+    ),
+    (
+        "grid: swaps the halves of entries of 8 weights",
+        _GRIDS,
+        "range(half, 2 * LANES, 2)",
+        "range(1 - half, 2 * LANES, 2)",
+        _OF_KERNELS,
+    ),
+    (
+        "grid: starts the sums of half a group from too small seeds",
+        _TILES,
+        "return b.shl(seed, by)",
+        "return seed",
+        _OF_KERNELS,
+    ),
+    (
+        "grid: takes the first scale for both halves of a group",
+        _LOADS,
+        "four = b.mul(b.and_(part, one), int_constant(4))",
+        "four = int_constant(0)",
+        _OF_KERNELS,
+    ),
+    (
+        "grid: packs seven of eight signs",
+        _GRID_BLOCKS,
+        "return signs | (odd & 1) << 7",
+        "return signs",
+        _OF_BLOCKS,
+    ),
+    (
+        "grid: reads seven of eight signs",
+        _BLOCKS,
+        "signs | odd << 7",
+        "signs",
+        _OF_BLOCKS,
+    ),
+    (
+        "grid: embedding rows lose the sign of their weights",
+        _TOKENS,
+        "return -weight if sign & 1 else weight",
+        "return weight",
+        _OF_EMBED,
+    ),
+    (
+        "grid: reuses compiled kernels after a change of the grids",
+        "kernels/sources.py",
+        '[*room.rglob("*.py"), *room.rglob("*.npz")]',
+        'room.rglob("*.py")',
+        "tests/kernels/test_jit.py",
     ),
     (
         "table: lost where rows are reordered",

@@ -71,13 +71,16 @@ def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
 
     before = digests()
     assert before == (sources.source_digest(), sources.compiled_digest())
-    for edited in ("linear/weight_dot.py", "vectors.py", "attention/float_attend.py", "library.py"):
+    for edited in (
+        *("linear/weight_dot.py", "vectors.py", "attention/float_attend.py", "library.py"),
+        "linear/grids.npz",
+    ):
         path = room / edited
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text + "\n", encoding="utf-8")
+        data = path.read_bytes()
+        path.write_bytes(data + b"\n")
         changed = [now != then for now, then in zip(digests(), before, strict=True)]
         assert changed == [True, edited != "library.py"], edited
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
     (room / "linear" / "weight_dot.py").rename(room / "quantized_kv" / "more.py")
     assert all(now != then for now, then in zip(digests(), before, strict=True))
 

@@ -25,6 +25,7 @@ from kvboost_edge.kernels.integers import (
     int_constant,
 )
 from kvboost_edge.kernels.lazy import cgutils
+from kvboost_edge.kernels.linear.grids import emit_grid_pair
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.linear.simd_loads import (
     emit_load_pair,
@@ -33,7 +34,7 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_table_pair,
 )
 from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, SCALE_BYTES
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, TABLE_OFFSET
 from kvboost_edge.kernels.vectors import (
     F32,
     LANES,
@@ -295,14 +296,14 @@ class IntTiles:
         """
         ahead = int_constant(AHEAD)
         scales_ahead = int_constant(
-            AHEAD * SCALE_BYTES // (self.group_bytes * self.format.scale_groups)
+            AHEAD * self.format.scale_size // (self.group_bytes * self.format.scale_groups)
         )
         if self.tiles > 1:
             ahead = b.mul(tile.weights_step, int_constant(self.tiles))
             scales_ahead = b.mul(tile.scales_step, int_constant(self.tiles))
         for place, scale in zip(places, scales, strict=True):
             start = b.add(place, ahead)
-            for line in range(self.group_bytes // _LINE):
+            for line in range(-(-self.group_bytes // _LINE)):
                 emit_prefetch(b, b.add(start, int_constant(_LINE * line)))
             emit_prefetch(b, b.add(scale, scales_ahead))
 
@@ -310,7 +311,7 @@ class IntTiles:
         """Return the address of the scales of a group, or of a part of it."""
         if self.format.scale_log:
             index = b.lshr(index, int_constant(self.format.scale_log))
-        return emit_place(b, scales, index, SCALE_BYTES // parts)
+        return emit_place(b, scales, index, self.format.scale_size // parts)
 
     def _term(self, b: Builder, here: Value, token: int) -> Value:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
@@ -320,7 +321,7 @@ class IntTiles:
         term = self._term(b, here, token)
         if not self.format.shares_panel:
             return term
-        if self.format.table:
+        if self.format.offset == TABLE_OFFSET and self.parts == 1:
             part = _WHOLE
         return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
@@ -328,7 +329,10 @@ class IntTiles:
         """Load a seed, and scale it to the offset of the format."""
         seed = splat_i32_at(b, address)
         shift = self.format.seed_shift
-        return b.ashr(seed, ir.Constant(V16I, [shift] * LANES)) if shift else seed
+        by = ir.Constant(V16I, [abs(shift)] * LANES)
+        if shift < 0:
+            return b.shl(seed, by)
+        return b.ashr(seed, by) if shift else seed
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
         """Return the lookup table in the form that `GroupDot` expects, or None."""
@@ -339,10 +343,13 @@ class IntTiles:
     def _load_pair(
         self, b: Builder, at: Value, pair: int, table: Value | None
     ) -> tuple[Value, Value]:
-        """Load two quads like `emit_load_pair`; if the format has a table, look the codes up."""
+        """Load two quads like `emit_load_pair`; codes of a table or grid are looked up."""
+        dot = GroupDot(b, self.kind, self.form)
+        if self.format.grid is not None:
+            return emit_grid_pair(b, self.format, dot.form, at, pair, signed=not dot.seeded)
         if table is None:
             return emit_load_pair(b, self.format, at, pair)
-        return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
+        return emit_table_pair(b, dot.form, table, at, pair)
 
     def _dots(
         self,

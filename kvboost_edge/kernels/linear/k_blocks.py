@@ -1,5 +1,7 @@
 """Lossless repacking of GGUF blocks of 256 weights (Q2_K to Q6_K) into tiles.
 
+Blocks of lattice types are repacked by grid_blocks.py.
+
 A block's codes are handled as 64 words of four codes each. The target layout is in
 weight_formats.py.
 """
@@ -12,6 +14,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.linear.grid_blocks import pack_grid_blocks
 from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
     FORMATS,
@@ -80,6 +83,9 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
     codes, scales, minima = (
         np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, name)
     )
+    if form.grid is not None:
+        pack_grid_blocks(blocks, form, codes, scales, minima)
+        return PackedRows(codes, scales, minima)
     words = codes.view(np.uint32)
     halves = minima.view(np.uint16)
     read = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)

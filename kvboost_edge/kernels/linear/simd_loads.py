@@ -10,6 +10,7 @@ from kvboost_edge.kernels.integers import (
     V16I,
     emit_each,
     emit_load_bytes,
+    emit_splat_int,
     has_byte_permute,
     has_byte_shuffle,
     int_constant,
@@ -70,7 +71,7 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
     """Load quads 2 * pair and 2 * pair + 1 as unsigned bytes, <16 x i32> each.
 
-    For formats with a table, use `emit_table_pair`.
+    For formats with a table, use `emit_table_pair`, and with a grid, `emit_grid_pair`.
 
     Args:
         form: the weight format.
@@ -217,9 +218,12 @@ def emit_scales(
         )
         run = b.lshr(part, int_constant(form.scale_log)) if form.scale_log else part
         return emit_load_as_f32(b, KIND_F16, _at(b, scales, run, SCALE_BYTES)), low
-    at = _at(b, scales, part, SCALE_BYTES // form.parts)
     block = b.udiv(part, int_constant(BLOCK_GROUPS * form.parts))
     block = _at(b, minima, block, form.minima_size)
+    if form.grid is not None:
+        half = emit_load_as_f32(b, KIND_F16, block)
+        return b.fmul(half, _emit_grid_factors(b, form, scales, part)), None
+    at = _at(b, scales, part, SCALE_BYTES // form.parts)
     if form.minima_in_halves:
         factors = _emit_nibbles_as_f32(b, at)
     else:
@@ -251,3 +255,24 @@ def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:
         b.inttoptr(address, ir.PointerType()), align=1, typ=ir.VectorType(ir.IntType(8), LANES)
     )
     return b.sitofp(b.sext(loaded, V16I) if signed else b.zext(loaded, V16I), V16)
+
+
+def _emit_grid_factors(b: Builder, form: WeightFormat, scales: Value, part: Value) -> Value:
+    """Load 16 scales of a format with a grid, and return eighths / 8 * (2 * scale + 1)."""
+    one = int_constant(1)
+    group = b.lshr(part, one) if form.parts > 1 else part
+    place = b.inttoptr(_at(b, scales, group, form.scale_size), ir.PointerType())
+    loaded = b.load(place, align=1, typ=ir.VectorType(ir.IntType(8), form.scale_size))
+    if form.parts > 1:
+        four = b.mul(b.and_(part, one), int_constant(4))
+        wide = b.zext(loaded, V16I)
+        shift = emit_splat_int(b, b.trunc(four, ir.IntType(32)))
+        nibbles = b.and_(b.lshr(wide, shift), ir.Constant(V16I, [15] * LANES))
+    else:
+        order = [row // 2 + row % 2 * form.scale_size for row in range(LANES)]
+        low = b.and_(loaded, ir.Constant(loaded.type, [15] * form.scale_size))
+        high = b.lshr(loaded, ir.Constant(loaded.type, [4] * form.scale_size))
+        nibbles = b.zext(b.shuffle_vector(low, high, ir.Constant(V16I, order)), V16I)
+    single = ir.Constant(V16I, [1] * LANES)
+    odd = b.sitofp(b.or_(b.shl(nibbles, single), single), V16)
+    return b.fmul(odd, ir.Constant(V16, [form.eighths / 8] * LANES))

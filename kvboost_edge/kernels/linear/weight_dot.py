@@ -113,8 +113,8 @@ class GroupDot:
         b = self._b
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
-        # Table entries are signed bytes, except in seeded variants.
-        offset = 0 if self._format.table else self._format.offset
+        # Entries of tables and grids are signed bytes, except in seeded variants.
+        offset = 0 if self._format.is_looked_up else self._format.offset
         signed = b.bitcast(
             b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)),
             V16I,

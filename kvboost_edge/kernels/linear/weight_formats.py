@@ -39,6 +39,21 @@ per 8 groups:
 The products d * scale and dmin * minimum are exact in float32. Formats with a table have 16 signed
 bytes per tile instead of minima, so rows of one matrix may have different tables.
 
+Formats with a grid are block formats too. An index of 8 to 10 bits selects an entry of the grid,
+the magnitudes of 4 or 8 consecutive inputs, and each input has a sign:
+
+    float16 d [16] per 8 groups, 4-bit scales
+    weight: d * eighths / 8 * (2 * scale + 1) * magnitude, or minus that
+
+A group, or each of its two parts, consists of
+
+    uint8 [entries][16]           the low 8 bits of the indices
+    bits [quads][16][4]           1 for a negative weight
+    bits [entries][bits above][16]   the bits of the indices above the low 8
+
+Bits start with the lowest of a byte. A scale is a nibble. If a group has one scale, those of two
+rows share a byte, the first row in the low nibble. If it has two, those of a row share a byte.
+
 Packed files align the codes, scales and minima of each matrix to 64 bytes.
 """
 
@@ -64,6 +79,7 @@ __all__ = [
     "SCALE_BYTES",
     "TABLE_BYTES",
     "TABLE_OFFSET",
+    "GridCodes",
     "QuantizationFit",
     "WeightFormat",
     "code_shift",
@@ -81,7 +97,7 @@ _BLOCK_LOG = 3
 BLOCK_GROUPS = 1 << _BLOCK_LOG
 """Groups per block of 256 inputs."""
 SCALE_BYTES = 2 * LANES
-"""Size of the scales of 16 rows in bytes, equal for all quantized formats."""
+"""Size of the scales of 16 rows in bytes, equal for all quantized formats without a grid."""
 TABLE_BYTES = 16
 """Size of a tile's lookup table in bytes."""
 MAX_KINDS = 32
@@ -108,6 +124,21 @@ class QuantizationFit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class GridCodes:
+    """Codes that are indices into a grid.
+
+    Attributes:
+        weights: number of weights of an entry, 4 or 8.
+        bits: bits per index.
+        eighths: scale of a weight in eighths of the block's float16 number.
+    """
+
+    weights: int
+    bits: int
+    eighths: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class WeightFormat:
     """A format of packed weights.
 
@@ -120,6 +151,7 @@ class WeightFormat:
         parts: number of parts of a group that have their own scales, 1 or 2.
         minima: True if a minimum is subtracted from the scaled code; such codes have no offset.
         table: True if codes are looked up in a table.
+        grid: the indices, if codes are looked up in a grid; `bits` are those of a looked up code.
         block_bytes: bytes per block of 256 inputs in the file, or 0 if scales are float16.
         fit: parameters for quantizing floats; None if weights can only come from files in this
             format.
@@ -134,6 +166,7 @@ class WeightFormat:
     parts: int = 1
     minima: bool = False
     table: bool = False
+    grid: GridCodes | None = None
     block_bytes: int = 0
     fit: QuantizationFit | None = None
     exact_in: tuple[str, ...] = ()
@@ -163,6 +196,31 @@ class WeightFormat:
         return self.block_bytes > 0 or self.table
 
     @property
+    def is_looked_up(self) -> bool:
+        """True if weights come from a table or a grid, where they have no offset."""
+        return self.table or self.grid is not None
+
+    @property
+    def index_bits(self) -> int:
+        """Bits per index into a grid; 0 without a grid."""
+        return 0 if self.grid is None else self.grid.bits
+
+    @property
+    def entry_weights(self) -> int:
+        """Number of weights of a grid's entry; 0 without a grid."""
+        return 0 if self.grid is None else self.grid.weights
+
+    @property
+    def eighths(self) -> int:
+        """`eighths` of the grid; 0 without a grid."""
+        return 0 if self.grid is None else self.grid.eighths
+
+    @property
+    def part_entries(self) -> int:
+        """Number of indices in a part of a group; 0 without a grid."""
+        return 0 if self.grid is None else GROUP // self.parts // self.grid.weights
+
+    @property
     def code_step(self) -> int:
         """Difference between neighbouring codes."""
         return 2 if self.bits == 1 else 1
@@ -174,9 +232,14 @@ class WeightFormat:
 
     @property
     def seed_shift(self) -> int:
-        """Binary logarithm of the seeds in a panel over those of the format; see panel.py."""
+        """Binary logarithm of the seeds in a panel over those of the format; see panel.py.
+
+        It is negative if those of the format are larger.
+        """
         has_halves = self.block_bytes > 0 and self.parts > 1
-        return (HALF_OFFSET // self.offset).bit_length() - 1 if has_halves and self.offset else 0
+        if not (has_halves and self.offset):
+            return 0
+        return HALF_OFFSET.bit_length() - self.offset.bit_length()
 
     @property
     def lowest(self) -> int:
@@ -202,7 +265,15 @@ class WeightFormat:
     @property
     def group_bytes(self) -> int:
         """Size of a group's codes in bytes."""
-        return GROUP * LANES * self.bits // 8
+        if self.grid is None:
+            return GROUP * LANES * self.bits // 8
+        indices = GROUP // self.grid.weights * self.grid.bits
+        return (indices + GROUP) * LANES // 8
+
+    @property
+    def scale_size(self) -> int:
+        """Size in bytes of the scales of 16 rows that a group, or a run of groups, has."""
+        return SCALE_BYTES if self.grid is None else LANES * self.parts // 2
 
     @property
     def scale_inputs(self) -> int:
@@ -216,7 +287,7 @@ class WeightFormat:
 
     def scale_bytes(self, groups: int) -> int:
         """Return the size in bytes of a tile's scales."""
-        return -(-groups >> self.scale_log) * SCALE_BYTES
+        return -(-groups >> self.scale_log) * self.scale_size
 
     @property
     def minima_size(self) -> int:
@@ -243,11 +314,30 @@ class WeightFormat:
 # int1-g128 holds GGUF's Q1_0, int2-g64 holds Q2_0, and int2-g256 holds TQ1_0 and TQ2_0. Their names
 # end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
 # AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
-# as float16. int5 holds Q5_0, and int5-asym Q5_1. q2k to q6k hold GGUF's k-quants.
+# as float16. int5 holds Q5_0, and int5-asym Q5_1. q2k to q6k hold GGUF's k-quants, and iq2xxs to
+# iq3s its types of these names.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
 _HOLD_TERNARY = ("int4", "int4-asym", "int5", "int5-asym", "int8")
+_GRID_FORMATS = [
+    WeightFormat(
+        name,
+        kind,
+        bits=8,
+        offset=TABLE_OFFSET,
+        parts=parts,
+        grid=GridCodes(*grid),
+        block_bytes=nbytes,
+    )
+    for name, kind, parts, grid, nbytes in (
+        ("iq2xxs", 19, 1, (8, 8, 1), 66),
+        ("iq2xs", 20, 2, (8, 9, 1), 74),
+        ("iq2s", 21, 2, (8, 10, 1), 82),
+        ("iq3xxs", 18, 1, (4, 8, 2), 98),
+        ("iq3s", 17, 1, (4, 9, 8), 110),
+    )
+]
 FORMATS = {
     form.name: form
     for form in (
@@ -275,6 +365,7 @@ FORMATS = {
             scale_groups=2,
             exact_in=_HOLD_TERNARY,
         ),
+        *_GRID_FORMATS,
         WeightFormat("q2k", kind=16, bits=2, parts=2, minima=True, block_bytes=84),
         WeightFormat("q3k", kind=15, bits=3, offset=4, parts=2, block_bytes=110, exact_in=("q6k",)),
         WeightFormat(
@@ -326,6 +417,7 @@ _GROUP_BYTES = per_kind("group_bytes")
 _MINIMA_SIZE = per_kind("minima_size")
 _MINIMA_LOG = per_kind("minima_log")
 _SCALE_LOG = per_kind("scale_log")
+_SCALE_SIZE = per_kind("scale_size")
 
 
 def high_shift(bits: int, quad: int) -> Any:
@@ -354,7 +446,7 @@ def group_bytes(kind: int) -> Any:
 @kernel
 def scale_bytes(kind: int, groups: int) -> Any:
     """Return the size in bytes of a tile's scales."""
-    return -(-groups >> _SCALE_LOG[kind]) * SCALE_BYTES
+    return -(-groups >> _SCALE_LOG[kind]) * _SCALE_SIZE[kind]
 
 
 @kernel

@@ -1,8 +1,8 @@
 """Microkernels of the linear layers as intrinsics, by weight format and number of tokens.
 
-Integer weights use int_tiles.py, and unpacked.py for many tokens on AVX2. Float weights are
-implemented here, with one fma chain per output in input order. In both cases an output depends only
-on its row and token.
+Integer weights use int_tiles.py. For many tokens, AVX2 and formats with a grid use unpacked.py.
+Float weights are implemented here, with one fma chain per output in input order. In both cases an
+output depends only on its row and token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost_edge.kernels.integers import int_constant
+from kvboost_edge.kernels.integers import dot_form, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.int_tiles import (
@@ -32,7 +32,7 @@ from kvboost_edge.kernels.linear.panel import (
     WIDE_TOKENS,
 )
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
-from kvboost_edge.kernels.linear.weight_formats import INT_KINDS
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_BF16,
@@ -91,8 +91,10 @@ def fields_of(b: Builder, kind: Any, value: Value) -> Any:
 
 
 def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
-    unpacks = (tokens, fine) in UNPACKED
-    emitter = UnpackedTiles(kind, tokens, fine) if unpacks else IntTiles(kind, tiles, tokens, fine)
+    emitter = IntTiles(kind, tiles, tokens, fine)
+    is_wide = (tiles, tokens) == (TILES_AT_ONCE, WIDE_FINE_TOKENS if fine else WIDE_TOKENS)
+    if (tokens, fine) in UNPACKED or (is_wide and FORMAT_OF[kind].grid is not None):
+        emitter = UnpackedTiles(kind, tokens, fine, dot_form(), tiles)
 
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:

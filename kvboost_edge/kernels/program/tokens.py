@@ -10,12 +10,13 @@ from llvmlite import ir
 from kvboost_edge.kernels.attention.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.lazy import types
+from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
 from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
+    FORMATS,
     GROUP,
     INT_KINDS,
-    SCALE_BYTES,
     code_shift_kernel,
     group_bytes,
     high_shift_kernel,
@@ -50,6 +51,14 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES, _LARGEST_CODE, _SCALE_LOG
         *("largest_code", "scale_log"),
     )
 )
+_INDEX_BITS, _ENTRY_WEIGHTS, _EIGHTHS, _SCALE_SIZE = (
+    per_kind(name) for name in ("index_bits", "entry_weights", "eighths", "scale_size")
+)
+# All grids as bytes, and the place of each format's grid among them.
+_GRIDS = {form.kind: grid_of(form.name).reshape(-1) for form in FORMATS.values() if form.grid}
+_GRID_BYTES = np.concatenate(list(_GRIDS.values()))
+_GRID_START = np.zeros(max(_GRIDS) + 1, dtype=np.int64)
+_GRID_START[list(_GRIDS)] = np.cumsum([0, *(grid.size for grid in _GRIDS.values())])[:-1]
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 per piece of a row
 # Tokens per unit. Neighbouring tokens share cache lines of a panel, so one token per unit causes
@@ -140,12 +149,35 @@ def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
 
 
 @kernel
+def _grid_weight(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
+    """Return one weight of a format with a grid, before scaling; for arguments see `_code`."""
+    kind = matrix.kind
+    parts = _PARTS[kind]
+    each = _ENTRY_WEIGHTS[kind]
+    inputs = GROUP // parts
+    entries = inputs // each
+    size = group_bytes(kind)
+    at = matrix.weights + group * size + index // inputs * (size // parts)
+    place = index % inputs
+    entry = place // each
+    number = _load_byte(at + LANES * entry + lane)
+    signs = at + LANES * entries
+    above = _INDEX_BITS[kind] - 8
+    high = signs + LANES // 8 * (inputs + above * entry) + lane // 8
+    for bit in range(above):
+        number |= (_load_byte(high + LANES // 8 * bit) >> (lane % 8) & 1) << (8 + bit)
+    weight = np.int64(_GRID_BYTES[_GRID_START[kind] + each * number + place % each])
+    sign = _load_byte(signs + place // 4 * (LANES // 2) + lane // 2) >> (lane % 2 * 4 + place % 4)
+    return -weight if sign & 1 else weight
+
+
+@kernel
 def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: int) -> Any:
     """Return (scale, minimum) for one part of a group and row `lane` of a tile, in float32."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     scale_at = matrix.scales + tile * scale_bytes(kind, groups)
-    scale_at += (group >> _SCALE_LOG[kind]) * SCALE_BYTES
+    scale_at += (group >> _SCALE_LOG[kind]) * _SCALE_SIZE[kind]
     minima_at = matrix.minima + tile * minima_bytes(kind, groups) + 2 * lane
     minimum = np.float32(0.0)
     if _BLOCK_BYTES[kind] == 0:
@@ -153,8 +185,13 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
             minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16)
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes(kind, 1)
-    scale = _load_byte(scale_at + part * LANES + lane)
     d = load_scalar(block_at, KIND_F16)
+    if _INDEX_BITS[kind] != 0:
+        in_part = _load_byte(scale_at + lane) >> (4 * part)
+        both = _load_byte(scale_at + lane // 2) >> (4 * (lane % 2))
+        scale = (in_part if _PARTS[kind] > 1 else both) & 15
+        return np.float32(_EIGHTHS[kind] * (2 * scale + 1)) * np.float32(0.125) * d, minimum
+    scale = _load_byte(scale_at + part * LANES + lane)
     if _MINIMA[kind] == 0:  # scales are signed bytes
         return np.float32(scale - 256 if scale > 127 else scale) * d, minimum
     least = _load_byte(scale_at + LANES + lane)
@@ -179,14 +216,18 @@ def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
         has_table = _TABLE[kind] != 0
-        offset = 0 if has_table else _OFFSET[kind]
+        has_grid = _INDEX_BITS[kind] != 0
+        offset = 0 if has_table or has_grid else _OFFSET[kind]
         for index in range(count):
             group = index // GROUP
             place = index % GROUP
             if place % LANES == 0:
                 part = place * _PARTS[kind] // GROUP
                 scale, minimum = _factors(matrix, tile, group, part, lane)
-            code = _code(matrix, tile * groups + group, lane, place)
+            if has_grid:
+                code = _grid_weight(matrix, tile * groups + group, lane, place)
+            else:
+                code = _code(matrix, tile * groups + group, lane, place)
             if has_table:
                 code = _load_byte(matrix.minima + tile * minima_bytes(kind, groups) + code)
                 code -= 256 if code > 127 else 0

@@ -8,7 +8,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 - int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
-- block formats (q2k to q6k) and int4t: see linear/weight_formats.py.
+- block formats (q2k to q6k, iq2xxs to iq3s) and int4t: see linear/weight_formats.py.
 
 Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvboost_edge.kernels.linear.grids import grid_of
 
 __all__ = [
     "activate_rows",
@@ -43,6 +45,14 @@ _LANES = 16
 _GROUP = 32
 _FINE_BASE = 255
 _BLOCK_GROUPS = 8
+# Format with a grid -> parts of a group, weights of an entry, bits of an index and eighths.
+_GRIDS = {
+    "iq2xxs": (1, 8, 8, 1),
+    "iq2xs": (2, 8, 9, 1),
+    "iq2s": (2, 8, 10, 1),
+    "iq3xxs": (1, 4, 8, 2),
+    "iq3s": (1, 4, 9, 8),
+}
 _OFFSETS = {"int8": 128, "int5": 16, "int4": 8, "int2": 1, "int1": 1}
 
 
@@ -81,7 +91,7 @@ def pack_panel(
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    in_blocks = kind in ("q2k", "q3k", "q4k", "q5k", "q6k", "int4t")
+    in_blocks = kind in ("q2k", "q3k", "q4k", "q5k", "q6k", "int4t", *_GRIDS)
     if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
@@ -151,7 +161,7 @@ def unpack_block_codes(
 ) -> npt.NDArray[np.int8]:
     """Return the codes of a block format, int8 [padded rows, padded inputs].
 
-    They are signed for q3k and q6k.
+    They are signed for q3k, q6k and formats with a grid.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -160,6 +170,8 @@ def unpack_block_codes(
         twos = halves >> np.arange(0, 8, 2, dtype=np.uint8)[:, None, None] & np.uint8(3)
         ordered = twos.transpose(0, 4, 1, 2, 3, 5).astype(np.int8)
         return ordered.reshape(tiles * _LANES, groups * _GROUP)
+    if kind in _GRIDS:
+        return _unpack_grid(packed, tiles, groups, kind)
     if kind == "q3k":
         ordered = _unpack_threes(packed.reshape(tiles, groups, 2, 96))
         return ordered.reshape(tiles * _LANES, groups * _GROUP) - np.int8(4)
@@ -177,6 +189,29 @@ def unpack_block_codes(
         codes = codes | above << 4
     ordered = codes.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * _LANES, groups * _GROUP)
     return ordered.astype(np.int8) - np.int8(32 if kind == "q6k" else 0)
+
+
+def _unpack_grid(
+    packed: npt.NDArray[np.uint8], tiles: int, groups: int, kind: str
+) -> npt.NDArray[np.int8]:
+    """Return the signed weights of a format with a grid, before scaling."""
+    parts, each, index_bits, _ = _GRIDS[kind]
+    entries = _GROUP // parts // each
+    quads = _GROUP // 4 // parts
+    above = index_bits - 8
+    found = packed.reshape(tiles, groups, parts, -1)
+    index = found[..., : entries * _LANES].reshape(tiles, groups, parts, entries, _LANES)
+    index = index.astype(np.int64)
+    bits = np.unpackbits(found[..., entries * _LANES :], axis=-1, bitorder="little")
+    signs = bits[..., : quads * _LANES * 4].reshape(tiles, groups, parts, quads, _LANES, 4)
+    high = bits[..., quads * _LANES * 4 :].reshape(tiles, groups, parts, entries, above, _LANES)
+    for bit in range(above):
+        index |= high[..., bit, :].astype(np.int64) << (8 + bit)
+    weights = grid_of(kind)[index].astype(np.int8).transpose(0, 4, 1, 2, 3, 5)
+    is_negative = signs.transpose(0, 4, 1, 2, 3, 5)
+    shape = (tiles * _LANES, groups * _GROUP)
+    flat = weights.reshape(shape)
+    return np.where(is_negative.reshape(shape) != 0, -flat, flat)
 
 
 def _unpack_threes(parts: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
@@ -201,10 +236,13 @@ def unpack_block_scales(
 ) -> tuple[Floats, Floats | None]:
     """Return the scales and minima (or None) of a block format; the products are exact.
 
-    Both are float32 [padded rows, groups], or [padded rows, 2 * groups] for q2k, q3k and q6k.
+    Both are float32 [padded rows, groups], or [padded rows, 2 * groups] for formats with two scales
+    per group.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
+    if kind in _GRIDS:
+        return _unpack_grid_scales(scales, blocks, tiles, groups, kind), None
     factors = (
         scales.reshape(tiles, groups, 2, _LANES)
         .transpose(2, 0, 3, 1)
@@ -226,6 +264,23 @@ def unpack_block_scales(
         signed = factors.view(np.int8).astype(np.float32) * wide
         return signed.transpose(1, 2, 0).reshape(shape), None
     return factors[0].astype(np.float32) * wide[0], factors[1].astype(np.float32) * wide[1]
+
+
+def _unpack_grid_scales(
+    scales: npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.float16],
+    tiles: int,
+    groups: int,
+    kind: str,
+) -> Floats:
+    """Return the scales of a format with a grid, float32 [padded rows, parts * groups]."""
+    parts, _, _, eighths = _GRIDS[kind]
+    nibbles = np.stack([scales & np.uint8(15), scales >> np.uint8(4)], axis=-1)
+    ordered = nibbles.reshape(tiles, groups, _LANES, parts).transpose(0, 2, 1, 3)
+    factors = (2 * ordered.astype(np.float32) + 1) * np.float32(eighths / 8)
+    wide = blocks.reshape(tiles, -1, _LANES).transpose(0, 2, 1).astype(np.float32)
+    wide = wide.repeat(_BLOCK_GROUPS * parts, axis=2)[:, :, : groups * parts]
+    return (factors.reshape(wide.shape) * wide).reshape(tiles * _LANES, -1)
 
 
 def unpack_scales(
@@ -280,13 +335,14 @@ def linear_int(
 
     Groups are added in order: out = fma(sum * token scale, weight scale, out). With minima, each
     group also adds out = fma(-(sum of the token's codes * token scale), minimum, out), whose inner
-    product is rounded once. Each half of a q2k, q3k or q6k group is a separate step.
+    product is rounded once. Each half of a group with two scales is a separate step.
 
     Args:
         codes: activations [tokens, padded inputs].
         scales: float32 [tokens, groups].
         weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
-        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for q2k, q3k and q6k.
+        weight_scales: float32 [rows, groups], or [rows, 2 * groups] for formats with two scales per
+            group.
         minima: float32, like `weight_scales`, for int4-asym, int5-asym, q2k, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]

@@ -11,6 +11,8 @@ llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
     Q1_0 -> int1-g128, Q2_0 -> int2-g64     exact
     TQ2_0 -> int2-g256                      exact
     TQ1_0 -> int2-g256                      exact, in 1.22 times the bytes
+    IQ2_XXS -> iq2xxs, IQ2_XS -> iq2xs, IQ2_S -> iq2s    exact: the blocks of the file, reordered
+    IQ3_XXS -> iq3xxs, IQ3_S -> iq3s                     the same
 
 Early files of Q2_0 have blocks of 128 weights instead of 64, under the same type number. They have
 the type "Q2_0_g128" here, see `file.py`.
@@ -35,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.weight_source import QuantRows
 
@@ -152,10 +155,9 @@ EARLY_TYPES = {"Q2_0": "Q2_0_g128"}
 _INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why the type is not supported, and what to use instead.
 _REFUSED = {
-    **dict.fromkeys(
-        ("IQ1", "IQ2", "IQ3"),
+    "IQ1": (
         "its weights are lattice points, so the packed formats would be larger and less exact; "
-        f"{_INSTEAD}",
+        f"{_INSTEAD}, or an IQ2_XXS one"
     ),
     "I2_S": (
         "it is a type of Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file, or the safetensors of "
@@ -445,6 +447,82 @@ def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
     return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
 
 
+def _nibble_scales(pairs: Bytes) -> Floats:
+    """Return 2 * scale + 1 for 4-bit scales, low nibbles first, [blocks, 2 * bytes]."""
+    nibbles = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2)
+    return (2 * nibbles.reshape(len(pairs), -1) + np.uint8(1)).astype(np.float32)
+
+
+def _of_grid(
+    kind: str, eighths: int, blocks: Bytes, indices: Any, signs: Bytes, scales: Floats
+) -> Floats:
+    """Return the weights of blocks of a lattice type, float32 [scales, weights of a scale].
+
+    Args:
+        kind: packed format, which names the grid.
+        eighths: scale of a weight in eighths of the block's float16 number.
+        blocks: blocks that begin with this number.
+        indices: indices into the grid, [blocks, entries].
+        signs: bits of negative weights, [blocks, 32].
+        scales: [blocks, scales], as from `_nibble_scales`.
+    """
+    weights = grid_of(kind)[indices].reshape(len(blocks), scales.shape[1], -1).astype(np.float32)
+    is_negative = np.unpackbits(signs, axis=1, bitorder="little").reshape(weights.shape)
+    factors = _scale(blocks, 0) * (scales * np.float32(eighths / 8))
+    found: Floats = factors[:, :, None] * weights * (1 - 2 * is_negative.astype(np.float32))
+    return found
+
+
+def _seven_signs(signs: npt.NDArray[Any]) -> Bytes:
+    """Return the signs of 8 weights from those of 7; the number of negative weights is even."""
+    odd = np.bitwise_xor.reduce(signs[..., None] >> np.arange(7, dtype=signs.dtype) & 1, axis=-1)
+    found: Bytes = (signs | odd << 7).astype(np.uint8)
+    return found
+
+
+def _words_with_signs(words: npt.NDArray[np.uint32]) -> tuple[Bytes, Floats]:
+    """Return the signs and scales of words with four signs of 7 bits and a scale of 4 bits.
+
+    Returns:
+        Signs [blocks, 4 * words], and 2 * scale + 1, [blocks, words].
+    """
+    signs = words[:, :, None] >> np.array([0, 7, 14, 21], dtype=np.uint32) & np.uint32(127)
+    return _seven_signs(signs).reshape(len(words), -1), (2 * (words >> 28) + 1).astype(np.float32)
+
+
+def _iq2_xxs(blocks: Bytes) -> Floats:
+    words = np.ascontiguousarray(blocks[:, 2:]).view("<u4").reshape(-1, 8, 2)
+    signs, scales = _words_with_signs(words[:, :, 1])
+    indices = np.ascontiguousarray(words[:, :, 0]).view(np.uint8).reshape(-1, 32)
+    return _of_grid("iq2xxs", 1, blocks, indices, signs, scales)
+
+
+def _iq2_xs(blocks: Bytes) -> Floats:
+    both = np.ascontiguousarray(blocks[:, 2:66]).view("<u2")
+    scales = _nibble_scales(blocks[:, 66:])
+    return _of_grid("iq2xs", 1, blocks, both & np.uint16(511), _seven_signs(both >> 9), scales)
+
+
+def _iq2_s(blocks: Bytes) -> Floats:
+    high = blocks[:, 66:74, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & np.uint8(3)
+    indices = blocks[:, 2:34] | high.reshape(-1, 32).astype(np.uint16) << np.uint16(8)
+    scales = _nibble_scales(blocks[:, 74:])
+    return _of_grid("iq2s", 1, blocks, indices, blocks[:, 34:66], scales)
+
+
+def _iq3_xxs(blocks: Bytes) -> Floats:
+    words = np.ascontiguousarray(blocks[:, 66:]).view("<u4")
+    signs, scales = _words_with_signs(words)
+    return _of_grid("iq3xxs", 2, blocks, blocks[:, 2:66], signs, scales)
+
+
+def _iq3_s(blocks: Bytes) -> Floats:
+    high = np.unpackbits(blocks[:, 66:74], axis=1, bitorder="little").astype(np.uint16)
+    indices = blocks[:, 2:66] | high << np.uint16(8)
+    scales = _nibble_scales(blocks[:, 106:])
+    return _of_grid("iq3s", 8, blocks, indices, blocks[:, 74:106], scales)
+
+
 def _taken_over(places: tuple[int, ...], blocks: Bytes) -> tuple[Bytes, Halves, None]:
     return blocks, _halves_at(places, blocks), None
 
@@ -545,6 +623,11 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q6_K": _as_blocks(210, "q6k", (208,), _q6_k),
     "Q2_K": _as_blocks(84, "q2k", (80, 82), _q2_k),
     "Q3_K": _as_blocks(110, "q3k", (108,), _q3_k),
+    "IQ2_XXS": _as_blocks(66, "iq2xxs", (0,), _iq2_xxs),
+    "IQ2_XS": _as_blocks(74, "iq2xs", (0,), _iq2_xs),
+    "IQ2_S": _as_blocks(82, "iq2s", (0,), _iq2_s),
+    "IQ3_XXS": _as_blocks(98, "iq3xxs", (0,), _iq3_xxs),
+    "IQ3_S": _as_blocks(110, "iq3s", (0,), _iq3_s),
     "IQ4_NL": BlockFormat(
         32, 18, "int4t", True, (0,), _iq4_nl, lambda b: (_table_codes(2, b), _half(b, 0), None), _NL
     ),

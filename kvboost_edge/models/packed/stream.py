@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.block_rows import DECODED, decode_rows_entry
 from kvboost_edge.kernels.entry import KernelEntry
+from kvboost_edge.kernels.linear.grid_blocks import grid_blocks_entry
 from kvboost_edge.kernels.linear.k_blocks import BLOCK_WEIGHTS, blocks_entry, pack_blocks
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import (
@@ -65,7 +66,8 @@ def packing_entries(
         if entry.kind == VECTOR:
             continue
         if FORMATS[entry.kind].block_bytes:
-            found.add(blocks_entry)
+            has_grid = FORMATS[entry.kind].grid is not None
+            found.add(grid_blocks_entry if has_grid else blocks_entry)
             continue
         kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _ in entry.parts]
         if any(kept):
@@ -74,7 +76,10 @@ def packing_entries(
             found.add(fit_entries.get(entry.kind, floats_entry))
     if any(source.type_of(tensor) in DECODED for table in tables for tensor, _ in table.parts):
         found.add(decode_rows_entry)
-    each = (blocks_entry, *fit_entries.values(), decode_rows_entry, codes_entry, floats_entry)
+    each = (
+        *(blocks_entry, grid_blocks_entry, *fit_entries.values()),
+        *(decode_rows_entry, codes_entry, floats_entry),
+    )
     return [entry for entry in each if entry in found]
 
 

@@ -36,6 +36,7 @@ class QuantRows(NamedTuple):
         "int4t"                weight = scale * table[code]
         "int2-g64", "int2-g256", "int1-g128"    weight = scale * (code - 1)
         "q2k" to "q6k"         blocks of 256 inputs in the layout of GGUF's Q2_K to Q6_K
+        "iq2xxs" to "iq3s"     blocks of 256 inputs in the layout of GGUF's IQ2_XXS to IQ3_S
 
     Attributes:
         kind: packed format.

@@ -52,6 +52,7 @@ def test_unknown_formats_are_refused():
         ("Q4_K", 0.0),
         ("Q3_K", 0.0),
         ("Q2_K", 0.0),
+        ("IQ2_S", 0.0),
         ("IQ4_NL", 0.0),
         ("MXFP4", 0.0),
         ("IQ4_XS", 2**-11),

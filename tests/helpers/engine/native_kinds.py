@@ -33,6 +33,7 @@ FORMATS = {
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
     "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256"},
+    "GRID_MIX": {"iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s"},
 }
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 
@@ -139,7 +140,7 @@ def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATE
     """Return the runners of a model, which is written into `folder` if it does not exist yet."""
     made = KINDS[kind]
     is_file = weights.isupper()
-    wide = is_file and ("K" in weights or weights == "LOW_MIX")
+    wide = is_file and ("K" in weights or weights in ("LOW_MIX", "GRID_MIX"))
     fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
     if (kind, weights) == ("gpt_oss", "MXFP4"):
         path = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True})
@@ -195,4 +196,11 @@ def _low_mix(name: str) -> str:
     return "Q2_0" if "down" in name else "Q1_0"
 
 
-_MIXES = {"K_MIX": _k_mix, "Q5_MIX": _q5_mix, "LOW_MIX": _low_mix}
+def _grid_mix(name: str) -> str:
+    """Mix lattice types, with more bits for the embedding, values and down projections."""
+    kinds = {"token_embd": "IQ3_S", "attn_v": "IQ3_XXS", "attn_qkv": "IQ3_XXS"}
+    kinds |= {"ffn_gate": "IQ2_XS", "ffn_up": "IQ2_XS", "down": "IQ2_S"}
+    return next((kind for part, kind in kinds.items() if part in name), "IQ2_XXS")
+
+
+_MIXES = {"K_MIX": _k_mix, "Q5_MIX": _q5_mix, "LOW_MIX": _low_mix, "GRID_MIX": _grid_mix}

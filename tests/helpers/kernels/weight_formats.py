@@ -17,6 +17,8 @@ INTEGERS = tuple(name for name, form in registry.FORMATS.items() if not form.is_
 PACKED = tuple(name for name, form in registry.FORMATS.items() if form.packs_floats)
 """Formats that floats are packed in."""
 FITTED = tuple(name for name in PACKED if name in INTEGERS)
+GRIDS = tuple(name for name, form in registry.FORMATS.items() if form.grid is not None)
+"""Formats whose codes are indices into a grid."""
 BLOCKS = tuple(name for name, form in registry.FORMATS.items() if form.block_bytes)
 
 
@@ -40,7 +42,8 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
     raw[0] = 255
     if kind == "q6k":
         raw[0, 192:208] = 128
-    for at in {"q2k": (80, 82), "q3k": (108,), "q6k": (208,)}.get(kind, (0, 2)):
+    places = {"q2k": (80, 82), "q3k": (108,), "q6k": (208,)} | dict.fromkeys(GRIDS, (0,))
+    for at in places.get(kind, (0, 2)):
         halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
         raw[:, at : at + 2] = halves.view(np.uint8)
     return raw.reshape(rows, -1)

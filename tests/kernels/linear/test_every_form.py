@@ -12,6 +12,7 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_module
+from helpers.kernels.weight_formats import GRIDS
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import simd_loads
@@ -123,6 +124,32 @@ def _shuffle(name, lanes, size, zeros):
     return "\n".join([head, *lines, f"ret {kind} %v{lanes}", "}"])
 
 
+# Instructions that load entries of a grid: how many at once, and the bits of an entry.
+GATHERS = {
+    "llvm.x86.avx512.mask.gather.dpi.512": (16, 32),
+    "llvm.x86.avx512.mask.gather.dpq.512": (8, 64),
+}
+
+
+def _gather(name, lanes, bits):
+    """A function that loads the entry at each index."""
+    kind = f"<{lanes} x i{bits}>"
+    lines = []
+    for lane in range(lanes):
+        lines += [
+            f"%i{lane} = extractelement <{lanes} x i32> %indices, i32 {lane}",
+            f"%p{lane} = getelementptr i{bits}, ptr %table, i32 %i{lane}",
+            f"%e{lane} = load i{bits}, ptr %p{lane}",
+            f"%v{lane + 1} = insertelement {kind} {f'%v{lane}' if lane else '%none'}, i{bits} "
+            f"%e{lane}, i32 {lane}",
+        ]
+    head = (
+        f"define {kind} @{name}({kind} %none, ptr %table, <{lanes} x i32> %indices, "
+        f"<{lanes} x i1> %every, i32 %size) {{"
+    )
+    return "\n".join([head, *lines, f"ret {kind} %v{lanes}", "}"])
+
+
 class _Registers:
     """Emulation of Intel's tile registers by its manual."""
 
@@ -189,18 +216,19 @@ def _run(tiles, functions, definitions=""):
             if not (line.startswith("declare") and MATRIX in line)
         ]
         text = "\n".join(lines).replace(f'@"{MATRIX}"', "@emulated_matrix") + "\n" + _matrix()
-    for number, (name, shape) in enumerate(SHUFFLES.items()):
+    functions_of = dict.fromkeys(SHUFFLES, _shuffle) | dict.fromkeys(GATHERS, _gather)
+    for number, (name, shape) in enumerate((SHUFFLES | GATHERS).items()):
         if f'@"{name}"' in text:
             lines = [
                 line
                 for line in text.splitlines()
                 if not (line.startswith("declare") and f'@"{name}"' in line)
             ]
-            emulated = f"emulated_shuffle{number}"
+            emulated = f"emulated{number}"
             text = (
                 "\n".join(lines).replace(f'@"{name}"', f"@{emulated}")
                 + "\n"
-                + _shuffle(emulated, *shape)
+                + functions_of[name](emulated, *shape)
             )
     text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
     run, engine = compiled_tile(text, functions)
@@ -269,6 +297,7 @@ def test_only_signed_kinds_have_an_offset():
         "int2-g64",
         "int2-g256",
         "int1-g128",
+        *GRIDS,
     }
 
 

@@ -9,9 +9,12 @@ import pytest
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_assembly, tile_module
+from helpers.kernels.weight_formats import GRIDS
+from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear.int_tiles import IntTiles
+from kvboost_edge.kernels.linear.panel import TILES_AT_ONCE, WIDE_FINE_TOKENS, WIDE_TOKENS
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
 
 TOKENS = {False: 4, True: 2}
 GROUPS = 35  # more than twice the number unpacked at once
@@ -42,6 +45,19 @@ def test_a_tile_is_unpacked_again_for_many_panels(kind, fine):
     plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 1, 37, add=True)
     unpacked = _run(UnpackedTiles(kind, TOKENS[fine], fine), 1, 37, add=True)
     np.testing.assert_array_equal(unpacked, plain)
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("fine", [False, True])
+def test_formats_with_a_grid_are_unpacked_for_many_tokens(kind, fine):
+    """One or two tiles, whatever the variant of this machine takes, and again for many panels."""
+    size = WIDE_FINE_TOKENS if fine else WIDE_TOKENS
+    number = FORMATS[kind].kind
+    unpacked = UnpackedTiles(number, size, fine, dot_form(), TILES_AT_ONCE)
+    packed = IntTiles(number, TILES_AT_ONCE, size, fine)
+    for count, panels in ((2 * TILES_AT_ONCE, 1), (TILES_AT_ONCE, 37)):
+        expected = _run(packed, count, panels)
+        np.testing.assert_array_equal(_run(unpacked, count, panels), expected)
 
 
 @pytest.mark.parametrize("kind", INT_KINDS)

@@ -154,9 +154,14 @@ def test_stored_codes_are_packed_exactly(kind, shape):
 @pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize(
     ("kind", "file_type"),
-    [("q2k", "Q2_K"), ("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")],
+    [
+        ("q2k", "Q2_K"),
+        *(("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")),
+        *(("iq2xxs", "IQ2_XXS"), ("iq2xs", "IQ2_XS"), ("iq2s", "IQ2_S")),
+        *(("iq3xxs", "IQ3_XXS"), ("iq3s", "IQ3_S")),
+    ],
 )
-def test_k_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
+def test_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
     packed = pack_blocks(raw, kind)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, kind)
@@ -165,7 +170,11 @@ def test_k_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("q2k", 1.0), ("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)]
+    ("kind", "most"),
+    [
+        *(("q2k", 1.0), ("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)),
+        *(("iq2xxs", 1.061), ("iq2xs", 1.055), ("iq2s", 1.0), ("iq3xxs", 1.041), ("iq3s", 1.0)),
+    ],
 )
 def test_packed_sizes_are_close_to_the_files(kind, most):
     assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes

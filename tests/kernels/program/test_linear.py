@@ -197,6 +197,8 @@ def test_non_finite_inputs_stay_non_finite(kind, fine):
         ("q3k", "q6k"),
         ("q2k", "q3k"),
         ("q4k", "q2k"),
+        ("iq3s", "q4k"),
+        ("iq2xs", "q6k"),
     ],
 )
 def test_matrices_of_different_formats_share_a_panel(kinds, fine):

@@ -9,7 +9,10 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from helpers.distance import distance
+from helpers.gguf.grids import package_grids
 from helpers.gguf.types import TYPES, dequantized
+from helpers.kernels.weight_formats import GRIDS
+from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import pack_codes
@@ -26,6 +29,7 @@ from kvboost_edge.models.gguf.blocks import (
 
 QUANTIZED = [name for name, block in BLOCKS.items() if block.kind is not None]
 IN_BLOCKS = [name for name in QUANTIZED if FORMATS[BLOCKS[name].kind].block_bytes]
+LATTICES = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLOCKS]
 
 
@@ -90,8 +94,8 @@ def test_codes_and_scales_are_exact(name):
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_k_blocks_are_packed_exactly(name):
-    assert IN_BLOCKS == ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"]
+def test_blocks_of_256_are_packed_exactly(name):
+    assert ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", *LATTICES] == IN_BLOCKS
     raw = _random(name)
     rows = quant_rows_of(name, raw)
     assert rows.kind == BLOCKS[name].kind
@@ -156,6 +160,28 @@ def test_q2_k_at_its_extremes():
     np.testing.assert_array_equal(found, quants.dequantize(raw, GGMLQuantizationType.Q2_K))
 
 
+def test_every_grid_entry_equals_the_gguf_package():
+    grids = package_grids()
+    assert list(grids) == list(GRIDS)
+    for name, grid in grids.items():
+        np.testing.assert_array_equal(grid_of(name), grid)
+        assert len(grid) == 1 << FORMATS[name].index_bits
+
+
+@pytest.mark.parametrize("name", LATTICES)
+def test_lattice_types_at_their_extremes(name):
+    """All indices, signs and scales: 2,048 patterns in each pair of bytes, and all in 32 of them."""
+    block = BLOCKS[name]
+    pairs = 32 * np.arange(2048)[:, None] + np.arange(block.nbytes // 2) % 32
+    raw = pairs.astype("<u2").view(np.uint8)
+    scales = np.resize(np.array((-65504.0, 2**-24, 1.0), np.float16), (len(raw), 1))
+    raw[:, :2] = scales.view(np.uint8)
+    expected = quants.dequantize(raw, GGMLQuantizationType[name])
+    np.testing.assert_array_equal(dequantize(name, raw), expected)
+    found = unpack_rows(pack_blocks(raw, block.kind), len(raw), 256, block.kind)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_q3_k_at_its_extremes():
     """Every code is combined with every scale, both packed and converted to blocks of Q6_K."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
@@ -209,7 +235,7 @@ def test_mxfp4_scales_outside_float16():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ2_XXS", "IQ3_S", "IQ1_M")),
+        *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ1_S", "IQ1_M")),
         ("I2_S", "Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file"),
         ("NVFP4", "per 16 weights.*Q4_K_M"),
         ("Q8_K", "for intermediate results"),

@@ -1,4 +1,5 @@
-"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K and formats of fewer bits, including
+"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, IQ2, IQ3 and formats of fewer bits,
+including
 widths that are not multiples of 256.
 """
 
@@ -72,7 +73,20 @@ def _q2_k(name):
     return next((kind for part, kind in kinds.items() if part in name), "Q2_K")
 
 
+def _iq2_xs(name):
+    """Return a lattice type, or the type that llama.cpp's IQ2_XS takes instead of it."""
+    if name in ("token_embd.weight", "output.weight"):
+        return {"token_embd.weight": "IQ3_S", "output.weight": "Q5_K"}[name]
+    if "attn_v" in name or "attn_output" in name:
+        return "IQ3_XXS" if "output" in name else "Q4_K"
+    return "IQ2_S" if name.startswith("blk.0.ffn_down") else "IQ2_XS"
+
+
 CASES = {
+    "IQ2_XXS": ("IQ2_XXS", WIDE),
+    "IQ2_XS": (_iq2_xs, WIDE),
+    "IQ3_XXS": ("IQ3_XXS", WIDE),
+    "IQ3_S": ("IQ3_S", WIDE),
     "Q4_K_M": (q4_k_m, WIDE),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
@@ -139,6 +153,21 @@ def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_pa
             },
             1.02,
         ),
+        (
+            "IQ2_XS",
+            {
+                "embed": "iq3s",
+                "qkv": "iq2xs",
+                "qkv+1": "q4k",
+                "out": "iq3xxs",
+                "gate_up": "iq2xs",
+                "down": "iq2s",
+                "head": "q5k",
+            },
+            1.05,
+        ),
+        ("IQ2_XXS", {"embed": "iq2xxs", "qkv": "iq2xxs", "gate_up": "iq2xxs"}, 1.07),
+        ("IQ3_S", {"embed": "iq3s", "qkv": "iq3s", "gate_up": "iq3s", "head": "iq3s"}, 1.01),
         ("Q3_K", {"embed": "q3k", "qkv": "q3k", "gate_up": "q3k", "down": "q3k"}, 1.05),
         (
             "IQ4_XS",
@@ -201,7 +230,10 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "Q1_0", "Q2_0", "TQ1_0"]
+    "kind",
+    [
+        *("IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "IQ2_S", "IQ3_XXS", "Q1_0", "Q2_0", "TQ1_0"),
+    ],
 )
 def test_rows_are_read_in_transformers_order(kind, tmp_path):
     """In a family with reordered rows, floats and codes of any row range correspond."""

@@ -47,6 +47,7 @@ def _lines(path, weights, caplog):
         "Q6_K",
         "Q2_K",
         "Q3_K",
+        "IQ3_S",
         "IQ4_NL",
         "IQ4_XS",
         "MXFP4",
@@ -122,7 +123,8 @@ def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):
         r"weight instead of 0\.21 \(such as \S+\)",
         line,
     ), line
-    for kind in ("Q2_K", "Q3_K", "Q5_0", "Q5_1", "IQ4_NL", "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
+    exact = ("Q2_K", "Q3_K", "IQ2_XS", "Q5_0", "Q5_1", "IQ4_NL")
+    for kind in (*exact, "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
         path = write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind)
         assert not _lines(path, STORED, caplog)
 

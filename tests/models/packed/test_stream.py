@@ -31,6 +31,7 @@ from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_by
 from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
 TYPES = {"q2k": "Q2_K", "q3k": "Q3_K", "q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
+TYPES |= {"iq2xs": "IQ2_XS", "iq3s": "IQ3_S"}
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 50,
@@ -220,7 +221,7 @@ def _blocks(kind, rows, inputs, seed=0):
     ("stored", "kind"),
     [
         *(("q2k", "q2k"), ("q3k", "q3k"), ("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k")),
-        *(("q3k", "q6k"), ("q4k", "q5k")),
+        *(("q3k", "q6k"), ("q4k", "q5k"), ("iq2xs", "iq2xs"), ("iq3s", "iq3s")),
     ],
 )
 def test_k_blocks_keep_their_values_bit_for_bit(stored, kind, rows, monkeypatch):
@@ -297,6 +298,10 @@ def test_non_finite_block_scales_are_found():
         (
             {"v_proj": "q3k", "up_proj": "q3k", "_proj": "q2k"},
             {"qkv": "q2k", "qkv+1": "q3k", "gate_up": "int8"},
+        ),
+        (
+            {"v_proj": "q4k", "up_proj": "iq2xs", "_proj": "iq3s"},
+            {"qkv": "iq3s", "qkv+1": "q4k", "gate_up": "int8"},
         ),
         ({"v_proj": "int8"}, {"qkv": "int8", "gate_up": "q4k"}),
         ({"v_proj": "int4t"}, {"qkv": "q4k", "qkv+1": "int4t", "gate_up": "q4k"}),

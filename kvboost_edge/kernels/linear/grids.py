@@ -1,0 +1,195 @@
+"""Grids of GGUF's lattice types: magnitudes of 4 or 8 weights for each index.
+
+`grids.npz` holds them as bytes, by the name of the weight format. The layout of indices and signs
+is in weight_formats.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+
+from kvboost_edge.kernels.integers import V16I, int_constant
+from kvboost_edge.kernels.lazy import cgutils
+from kvboost_edge.kernels.linear.weight_formats import TABLE_OFFSET, WeightFormat
+from kvboost_edge.kernels.vectors import I32, I64, LANES
+
+__all__ = ["emit_grid_pair", "grid_of"]
+
+_I8 = ir.IntType(8)
+_V64B = ir.VectorType(_I8, 64)
+_V16B = ir.VectorType(_I8, LANES)
+_POINTER = ir.PointerType()
+_QUAD_SIGNS = LANES // 2  # bytes of the signs of a quad in 16 rows
+_WIDE = ("vnni512", "amx")
+
+Value = Any
+Builder = Any
+
+
+class _Gather:
+    """Instruction that loads entries of a grid from addresses that differ from lane to lane.
+
+    Attributes:
+        name: LLVM name of the intrinsic.
+        lanes: number of entries of one call.
+        entry: type of an entry.
+    """
+
+    def __init__(self, name: str, lanes: int, bits: int) -> None:
+        self.name = name
+        self.lanes = lanes
+        self.entry = ir.IntType(bits)
+
+
+# Bytes of an entry -> gather for AVX-512.
+_GATHERS = {
+    4: _Gather("llvm.x86.avx512.mask.gather.dpi.512", 16, 32),
+    8: _Gather("llvm.x86.avx512.mask.gather.dpq.512", 8, 64),
+}
+
+
+@functools.cache
+def grid_of(name: str) -> npt.NDArray[np.uint8]:
+    """Return the grid of a weight format, uint8 [entries, weights of an entry]."""
+    with np.load(Path(__file__).with_name("grids.npz")) as grids:
+        found: npt.NDArray[np.uint8] = grids[name]
+    return found
+
+
+def emit_grid_pair(
+    b: Builder, weight_format: WeightFormat, form: str, at: Value, pair: int, *, signed: bool
+) -> tuple[Value, Value]:
+    """Load the weights of quads 2 * pair and 2 * pair + 1, before scaling, as <16 x i32> each.
+
+    Args:
+        b: the builder.
+        weight_format: a format with a grid.
+        form: dot-product variant, which selects the instructions.
+        at: address of a group, or of a part of it.
+        pair: index of the pair.
+        signed: False to add TABLE_OFFSET to the weights.
+    """
+    size = weight_format.entry_weights
+    table = _table(b, weight_format, signed=signed)
+    if size == 4:
+        first, second = (
+            b.bitcast(
+                _emit_entries(
+                    b, table, _emit_indices(b, weight_format, form, at, entry), form, size
+                ),
+                _V64B,
+            )
+            for entry in (2 * pair, 2 * pair + 1)
+        )
+    else:
+        indices = _emit_indices(b, weight_format, form, at, pair)
+        entries = b.bitcast(
+            _emit_entries(b, table, indices, form, size), ir.VectorType(I32, 2 * LANES)
+        )
+        first, second = (
+            b.bitcast(
+                b.shuffle_vector(
+                    entries,
+                    entries,
+                    ir.Constant(V16I, list(range(half, 2 * LANES, 2))),
+                ),
+                _V64B,
+            )
+            for half in range(2)
+        )
+    signs = b.add(at, int_constant(LANES * weight_format.part_entries))
+    quads = [
+        _emit_signed(b, quad, b.add(signs, int_constant(_QUAD_SIGNS * (2 * pair + half))), form)
+        for half, quad in enumerate((first, second))
+    ]
+    return quads[0], quads[1]
+
+
+def _table(b: Builder, weight_format: WeightFormat, *, signed: bool) -> Value:
+    """Return the module's copy of a grid as a pointer, with TABLE_OFFSET added unless `signed`."""
+    name = f".grid.{weight_format.name}{'.signed' if signed else ''}"
+    if name in b.module.globals:
+        return b.module.globals[name]
+    values = grid_of(weight_format.name).reshape(-1) + np.uint8(0 if signed else TABLE_OFFSET)
+    text = ir.Constant(ir.ArrayType(_I8, values.size), bytearray(values.tobytes()))
+    table = ir.GlobalVariable(b.module, text.type, name)
+    table.initializer = text
+    table.linkage = "internal"
+    table.global_constant = True
+    table.align = 64
+    return table
+
+
+def _emit_indices(
+    b: Builder, weight_format: WeightFormat, form: str, at: Value, entry: int
+) -> Value:
+    """Return the indices of one entry in 16 rows, <16 x i32>."""
+    low = b.load(b.inttoptr(b.add(at, int_constant(LANES * entry)), _POINTER), align=1, typ=_V16B)
+    found = b.zext(low, V16I)
+    above = weight_format.index_bits - 8
+    start = weight_format.group_bytes // weight_format.parts
+    start -= LANES // 8 * above * (weight_format.part_entries - entry)
+    for bit in range(above):
+        place = b.add(at, int_constant(start + LANES // 8 * bit))
+        is_set = _emit_bits(b, place, LANES, form)
+        more = b.or_(found, ir.Constant(V16I, [256 << bit] * LANES))
+        found = b.select(is_set, more, found)
+    return found
+
+
+def _emit_entries(b: Builder, table: Value, indices: Value, form: str, size: int) -> Value:
+    """Return the entries of `size` bytes at 16 indices, as 16 integers."""
+    gather = _GATHERS[size]
+    if form in _WIDE:
+        lanes = ir.VectorType(gather.entry, gather.lanes)
+        arguments = [lanes, _POINTER, ir.VectorType(I32, gather.lanes)]
+        arguments += [ir.VectorType(ir.IntType(1), gather.lanes), I32]
+        function = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(lanes, arguments), gather.name
+        )
+        pointer = b.bitcast(table, _POINTER)
+        every = ir.Constant(arguments[3], [1] * gather.lanes)
+        found = []
+        for first in range(0, LANES, gather.lanes):
+            order = ir.Constant(arguments[2], list(range(first, first + gather.lanes)))
+            some = b.shuffle_vector(indices, indices, order)
+            none = ir.Constant(lanes, [0] * gather.lanes)
+            found.append(b.call(function, [none, pointer, some, every, I32(size)]))
+        if len(found) == 1:
+            return found[0]
+        return b.shuffle_vector(*found, ir.Constant(V16I, list(range(LANES))))
+    start = b.ptrtoint(table, I64)
+    entries = ir.Constant(ir.VectorType(gather.entry, LANES), ir.Undefined)
+    for lane in range(LANES):
+        index = b.zext(b.extract_element(indices, I32(lane)), I64)
+        place = b.inttoptr(b.add(start, b.mul(index, int_constant(size))), _POINTER)
+        entry = b.load(place, align=size, typ=gather.entry)
+        entries = b.insert_element(entries, entry, I32(lane))
+    return entries
+
+
+def _emit_signed(b: Builder, quad: Value, place: Value, form: str) -> Value:
+    """Negate the bytes of <64 x i8> whose bit at an address is set, and return <16 x i32>."""
+    is_negative = _emit_bits(b, place, 64, form)
+    zeros = ir.Constant(_V64B, [0] * 64)
+    return b.bitcast(b.select(is_negative, b.sub(zeros, quad), quad), V16I)
+
+
+def _emit_bits(b: Builder, place: Value, count: int, form: str) -> Value:
+    """Return `count` bits at an address, lowest first, as a vector of i1."""
+    pointer = b.inttoptr(place, _POINTER)
+    if form in _WIDE:
+        bits = b.load(pointer, align=1, typ=ir.IntType(count))
+        return b.bitcast(bits, ir.VectorType(ir.IntType(1), count))
+    # Without mask registers, each byte is repeated for its bits.
+    few = b.load(pointer, align=1, typ=ir.VectorType(_I8, count // 8))
+    order = ir.Constant(ir.VectorType(I32, count), [lane // 8 for lane in range(count)])
+    many = b.shuffle_vector(few, few, order)
+    own = ir.Constant(many.type, [1 << lane % 8 for lane in range(count)])
+    return b.icmp_unsigned("==", b.and_(many, own), own)
