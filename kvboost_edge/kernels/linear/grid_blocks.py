@@ -82,11 +82,12 @@ def _pack(
                             one = number >> (8 + bit) & 1
                             to = bits + LANES // 8 * (above * entry + bit) + lane // 8
                             codes[to] |= np.uint8(one << lane % 8)
-                    for quad in range(quads):
-                        byte = _signs(block, kind, group, (part * quads + quad) // 2)
-                        nibble = byte >> (4 * (quad % 2)) & 15
-                        to = signs + LANES // 2 * quad + lane // 2
-                        codes[to] |= np.uint8(nibble << (4 * (lane % 2)))
+                    for pair in range(quads // 2):
+                        byte = _signs(block, kind, group, part * (quads // 2) + pair)
+                        to = signs + LANES * pair + lane // 2
+                        shift = 4 * (lane % 2)
+                        codes[to] |= np.uint8((byte & 15) << shift)
+                        codes[to + LANES // 2] |= np.uint8(byte >> 4 << shift)
                 _store_scales(block, kind, group, lane, scales, here * _SCALE_SIZE[kind])
 
 
