@@ -6,7 +6,7 @@ longer than the model's windows are compared as |ours - theirs| / |theirs|.
 With F32 weights, only the order of sums and llama.cpp's GELU (a float16 table) differ. With Q8_0
 weights, both round activations to 8 bits in different ways. The rows then show the distance of each
 from the same weights in float32, and ours may not be much larger. Wider models of some families
-have ternary and 1-bit weights, which are compared in the same way.
+have weights of 1 to 3 bits, which are compared in the same way.
 
 The logits of multi-token prediction heads are compared with those of a NumPy model. Both get the
 model's hidden states.
@@ -48,7 +48,10 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
-NARROW_KINDS = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
+NARROW_KINDS = (
+    *("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "Q2_K", "Q3_K"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+)
 NARROW_FAMILIES = ("llama", "qwen3", "qwen3_moe")
 # Tolerance for models with GELU. With llama.cpp's table in transformers, the 4.0e-3 of gemma4-wide
 # become 7e-4.
