@@ -688,7 +688,7 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
     kv = info.kv_spec
     found = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
     found += f"/{info.name}-{info.dtype}/{backend.name}"
-    found += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    found += f"/{info.numerics}/{info.exact_path}/{backend.describe().attention_path}"
     if kv.states:
         found += f"/states {kv.bytes_per_state}"
     if config.rope_range != "short":

@@ -114,6 +114,12 @@ class RunnerInfo:
     short_vocabulary: int = 0
     numerics: str = ""
 
+    @property
+    def exact_path(self) -> str:
+        """The part of `kernel_path` that the exact bits of KV depend on."""
+        # Each start decides whether to use AMX, which computes the bits of the variant after it.
+        return self.kernel_path.removeprefix("amx+")
+
 
 class StoredKeys(NamedTuple):
     """Tokens whose keys are stored in the pool.

@@ -78,6 +78,15 @@ def test_blocks_of_another_numerics_version_are_misses(tmp_path, monkeypatch, st
     assert hits == [0, 0, 64, 64]  # each version finds its own blocks again
 
 
+def test_blocks_computed_with_amx_are_found_without_it(tmp_path, monkeypatch):
+    """Each start decides whether to use AMX, which changes no bit."""
+    hits = []
+    for path in ("amx+vnni512", "vnni512", "avx2"):
+        monkeypatch.setattr(runner, "linear_path", lambda path=path: path)
+        hits.append(ask(disk_cache_dir=tmp_path).cached_tokens)
+    assert hits == [0, 64, 0]
+
+
 @STEPS
 def test_packed_weights_of_another_version_are_replaced(tmp_path, monkeypatch, caplog, step):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
