@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ Ids = npt.NDArray[np.int32]
 _MAX_REQUESTS = 256
 _MAX_BYTES = 64 << 20  # bytes, for all tenants together
 _MAX_TENANT_BYTES = 16 << 20
-_HEAD = 64  # number of tokens compared first, enough to tell most pairs apart
+_CHUNK = 1024  # number of tokens between two digests of a record
+_DIGEST_BYTES = 60  # of one digest as a Python object
 _OBJECT_BYTES = 500
 
 
@@ -91,28 +93,50 @@ class RequestRecord:
     loading: int = 0
     slot: int = -1
     diagnosis: Diagnosis | None = None
+    _digests: list[bytes] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._extend_digests()
+
+    def append(self, answer: Ids) -> None:
+        """Append token ids of the answer."""
+        self.ids = np.concatenate([self.ids, answer])
+        self._extend_digests()
+
+    def _extend_digests(self) -> None:
+        """Compute a digest of the first token ids for each multiple of `_CHUNK`."""
+        for start in range(len(self._digests) * _CHUNK, len(self.ids) - _CHUNK + 1, _CHUNK):
+            before = self._digests[-1] if self._digests else b""
+            chunk = self.ids[start : start + _CHUNK].tobytes()
+            self._digests.append(hashlib.blake2b(before + chunk, digest_size=16).digest())
 
     @property
     def nbytes(self) -> int:
         return (
             int(self.ids.nbytes)
+            + _DIGEST_BYTES * len(self._digests)
             + 4 * sum(len(field.text) for field in self.asked.fields)
             + _OBJECT_BYTES
         )
 
-    def common(self, ids: Ids) -> int:
-        """Return the length of the common prefix in tokens."""
-        length = min(len(self.ids), len(ids))
-        start = 0
-        end = min(_HEAD, length)
-        while start < end:
-            differ = self.ids[start:end] != ids[start:end]
-            first = int(differ.argmax())
-            if differ[first]:
-                return start + first
-            start = end
-            end = length
-        return length
+    def common(self, other: RequestRecord) -> int:
+        """Return the length in tokens of the prefix that another record's prompt shares."""
+        length = min(len(self.ids), other.num_prompt)
+        # Digests skip the chunks that are equal, because comparing all ids of a long history takes
+        # longer than a request should wait.
+        equal = 0
+        differing = length // _CHUNK + 1
+        while differing - equal > 1:
+            middle = (equal + differing) // 2
+            if self._digests[middle - 1] == other._digests[middle - 1]:
+                equal = middle
+            else:
+                differing = middle
+        start = equal * _CHUNK
+        end = min(start + _CHUNK, length)
+        differ = self.ids[start:end] != other.ids[start:end]
+        first = int(differ.argmax()) if len(differ) else 0
+        return start + first if len(differ) and differ[first] else end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -238,7 +262,7 @@ class History:
     def extend(self, tenant: str | None, record: RequestRecord, answer: Sequence[int]) -> None:
         """Append the computed tokens of an answer to its record, if the record is still kept."""
         if self._keeps(tenant, record):
-            record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
+            record.append(np.asarray(answer, dtype=np.int32))
             self.kept.resize(tenant, record.request_id, record.nbytes)
 
     def closest(
@@ -249,12 +273,11 @@ class History:
         Each record comes with the length of the common prefix in tokens. The longest prefixes come
         first, and among equal ones the latest record.
         """
-        ids = record.ids[: record.num_prompt]
         earlier = list(
             itertools.takewhile(lambda kept: kept.record is not record, self.kept.values(tenant))
         )
         others = (kept.record for kept in reversed(earlier) if kept.salt == salt)
-        alike = [(other, count) for other in others if (count := other.common(ids))]
+        alike = [(other, count) for other in others if (count := other.common(record))]
         return sorted(alike, key=lambda one: -one[1])
 
     def in_slot(self, tenant: str | None, salt: str | None, slot: int) -> list[RequestRecord]:

@@ -76,7 +76,7 @@ def found(mine, other, cached=None, reason="first_seen", *dropped, block=BLOCK):
 
 def found_among(mine, others, cached=None, reason="first_seen", *dropped, block=BLOCK):
     """Return the diagnosis against several earlier requests, the longest common prefix first."""
-    earlier = [(other, other.common(mine.ids[: mine.num_prompt])) for other in others]
+    earlier = [(other, other.common(mine)) for other in others]
     common = max((common for _, common in earlier), default=0)
     cached = common // block * block if cached is None else cached
     options = {"block_size": block, "decode": decode, "thinks": "<think>"}

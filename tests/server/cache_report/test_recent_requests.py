@@ -38,13 +38,32 @@ def test_the_closest_record_has_the_longest_prefix_of_the_same_tenant_and_salt()
     assert history_of == {None: [("equal", 400), ("nearer", 400), ("near", 300)], "salt": []}
 
 
-@pytest.mark.parametrize("first", [0, 1, 63, 64, 65, 120])
+LONG = 3000  # tokens, in two chunks of 1,024 and a part
+
+
+@pytest.mark.parametrize("first", [0, 1, 64, 1023, 1024, 1025, 2047, 2048, 2999])
 def test_the_first_difference_is_found_at_any_position(first):
-    ids = list(range(121))
+    ids = list(range(LONG))
     changed = [*ids[:first], -1, *ids[first + 1 :]]
-    assert record("x", ids).common(np.array(changed, np.int32)) == first
-    assert record("x", ids).common(np.array(ids[:first], np.int32)) == first
-    assert record("x", ids).common(np.array(ids, np.int32)) == 121
+    assert record("x", ids).common(record("y", changed)) == first
+    assert record("x", ids).common(record("y", ids[:first])) == first
+    assert record("x", ids[:first]).common(record("y", ids)) == first
+    assert record("x", ids).common(record("y", ids)) == LONG
+    # A later chunk is equal again.
+    again = [*changed[:1024], *ids[1024:]]
+    assert record("x", ids).common(record("y", again)) == (first if first < 1024 else LONG)
+
+
+def test_prompts_are_compared_with_the_answers_of_earlier_requests():
+    history = History(60)
+    earlier = record("x", range(1000))
+    history.add(None, None, earlier)
+    history.extend(None, earlier, list(range(1000, 2500)))
+    assert earlier.common(record("y", range(LONG))) == 2500
+    assert earlier.common(record("y", [*range(2300), 7])) == 2300
+    later = record("z", range(1000))
+    later.append(np.arange(1000, 2500, dtype=np.int32))
+    assert earlier.common(later) == 1000  # of the prompt only
 
 
 def test_an_answer_extends_its_record():
