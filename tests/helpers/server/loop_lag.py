@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +15,24 @@ import numpy as np
 from helpers.server.live_servers import LiveServer
 
 TICK = 0.002
-MOST_LAG = 0.05  # in 99 of 100 samples
+_BODY = json.dumps(list(range(100_000)))
 MOST_STALL = 0.25  # of the worst sample of any request
 MOST_ROUNDS = 4
+
+
+@functools.cache
+def most_lag() -> float:
+    """Return the limit for 99 of 100 samples in seconds: 50 ms, or more on a slow machine.
+
+    Nothing can interrupt the parser of a JSON body. The limit is the time of ten bodies of 100,000
+    ids, if that is more than 50 ms.
+    """
+    times = []
+    for _ in range(5):
+        began = time.thread_time()
+        json.loads(_BODY)
+        times.append(time.thread_time() - began)
+    return max(0.05, 10 * min(times))
 
 
 class LagMeter:
@@ -78,7 +95,7 @@ def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
     The server's own delays occur in every round, those caused by the machine may not.
     """
     rounds: list[list[float]] = []
-    while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < MOST_LAG):
+    while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < most_lag()):
         with LagMeter(loop_of(server)) as meter:
             load()
         rounds.append(meter.late)
@@ -86,5 +103,5 @@ def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
 
 
 def check(late: list[float]) -> None:
-    assert np.percentile(late, 99) < MOST_LAG, lags(late)
+    assert np.percentile(late, 99) < most_lag(), lags(late)
     assert max(late) < MOST_STALL, lags(late)
