@@ -9,8 +9,6 @@ The loop is software-pipelined. An iteration processes a group, or half a group 
 own scales (half the rows of B and half the bytes of A). It multiplies this part's tiles, adds the
 previous part's sums in float32, and unpacks the next part's weights. Each step reads data that was
 stored one iteration earlier, because tile loads and stores have a long latency.
-
-AMX code has only run on an emulator and has never been timed; see docs/kernels.md.
 """
 
 from __future__ import annotations
