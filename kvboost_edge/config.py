@@ -95,8 +95,11 @@ CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "reuse_gate": ("auto", "off"),
     "speculation": ("auto", "on", "off"),
     "mtp": ("auto", "off"),
+    "arithmetic": ("exact", "wide"),
     "generation_config": ("model", "none"),
 }
+# Options that make all answers of an engine approximate: (option, value, label).
+_APPROXIMATIONS = (("arithmetic", "wide", "wide_arithmetic"),)
 _LEAST_DISK_BYTES = 1 << 20
 # More threads than any machine has cores. Each thread takes a stack, and the system limits their
 # number.
@@ -176,6 +179,15 @@ class EngineConfig:
         str,
         group="Model",
         choices=CHOICES["weights"],
+    )
+    arithmetic: str = option(
+        "exact",
+        "Arithmetic of prompts in the native runner. wide is faster: it quantizes activations and "
+        "weights to 8 bits with one scale per 128 inputs. Answers are then approximate and marked "
+        "as such",
+        str,
+        group="Model",
+        choices=CHOICES["arithmetic"],
     )
     max_model_len: int | None = option(
         None,
@@ -663,6 +675,13 @@ class EngineConfig:
             )
         if isinstance(value, list):
             object.__setattr__(self, "kv_cache_bits", numbers)
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """Labels of the options that make all answers approximate, such as "wide_arithmetic"."""
+        return tuple(
+            label for name, value, label in _APPROXIMATIONS if getattr(self, name) == value
+        )
 
     @property
     def chunk_tokens(self) -> int:

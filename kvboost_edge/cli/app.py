@@ -253,6 +253,15 @@ ModeOption = Annotated[
         ),
     ),
 ]
+ArithmeticOption = Annotated[
+    str | None,
+    typer.Option(
+        "--arithmetic",
+        metavar="KIND",
+        help="Arithmetic of prompts in the native runner: exact, or wide (faster, approximate). "
+        "Default: exact.",
+    ),
+]
 StrategyOption = Annotated[
     RecomputeStrategy | None,
     typer.Option(
@@ -358,6 +367,7 @@ def generate(
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
     draft_model: DraftModelOption = None,
+    arithmetic: ArithmeticOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -383,6 +393,7 @@ def generate(
             max_model_len=ctx_size,
             max_memory=max_memory,
             draft_model=draft_model,
+            arithmetic=arithmetic,
         ),
         settings,
         chat=chat,
@@ -460,6 +471,7 @@ def chat(
     ctx_size: ContextOption = None,
     max_memory: MaxMemoryOption = None,
     draft_model: DraftModelOption = None,
+    arithmetic: ArithmeticOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Chat with a local model or a server, with cache statistics after each answer."""
@@ -486,6 +498,7 @@ def chat(
         max_model_len=ctx_size,
         max_memory=max_memory,
         draft_model=draft_model,
+        arithmetic=arithmetic,
     )
     remote_options(url, options, api_key)
     if url is None:
@@ -753,6 +766,7 @@ def batch(
         "kvboost-edge eval notes.txt -m ./my-model\n\n"
         "kvboost-edge eval notes.txt -m ./my-model --against weights=int4 --against "
         "weights=int8,kv_cache_bits=8,4\n\n"
+        "kvboost-edge eval notes.txt -m ./my-model --arithmetic wide\n\n"
         "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json"
     ),
 )
@@ -786,6 +800,14 @@ def evaluate(
             "shorter.",
         ),
     ] = None,
+    arithmetic: Annotated[
+        str | None,
+        typer.Option(
+            "--arithmetic",
+            metavar="KIND",
+            help="Arithmetic to compare with, same as --against arithmetic=KIND.",
+        ),
+    ] = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
@@ -796,7 +818,8 @@ def evaluate(
     from kvboost_edge.cli.option_parsing import engine_options
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
-    run_eval(file, model, options, against or (), window=window, as_json=as_json)
+    compared = [*(against or ()), *([f"arithmetic={arithmetic}"] if arithmetic else ())]
+    run_eval(file, model, options, compared, window=window, as_json=as_json)
 
 
 @app.command(

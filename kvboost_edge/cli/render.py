@@ -147,24 +147,25 @@ def reuse_words(
     hit_tokens: Mapping[str, int],
     reused_span_tokens: int,
     recomputed: int,
+    approximations: Sequence[str] = (),
 ) -> str:
     """Format the cache use of a prompt, such as "90 prompt tokens, 64 from the cache (48 from
     disk)".
 
-    The brackets contain the tokens from offload tiers. Tokens reused at other positions and
-    recomputed tokens follow.
+    The brackets contain the tokens from offload tiers. Reasons why the answer is approximate
+    follow.
     """
     outside = [
         f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens
     ]
     more = f" ({', '.join(outside)})" if outside else ""
     words = f"{tokens_words(prompt_tokens, 'prompt token')}, {cached_tokens} from the cache{more}"
-    if not reused_span_tokens:
-        return words
-    return (
-        f"{words} · approximate: {reused_span_tokens} tokens reused at other positions, "
-        f"{recomputed} recomputed"
-    )
+    why = [label.replace("_", " ") for label in approximations]
+    if reused_span_tokens:
+        why.append(
+            f"{reused_span_tokens} tokens reused at other positions, {recomputed} recomputed"
+        )
+    return f"{words} · approximate: {', '.join(why)}" if why else words
 
 
 def tokens_words(number: int, kind: str = "token") -> str:

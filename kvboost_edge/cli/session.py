@@ -229,7 +229,7 @@ def _size(num_bytes: int) -> str:
 def timing_line(result: GenerationResult) -> str:
     """Format the cache use and speed of an answer as one line."""
     cached = result.exact_cached_tokens
-    spans = (result.reused_span_tokens, result.recomputed_tokens)
+    spans = (result.reused_span_tokens, result.recomputed_tokens, result.approximations)
     return (
         f"{reuse_words(result.prompt_tokens, cached, result.hit_tokens, *spans)} · "
         f"first token {result.ttft_ms:.0f} ms · {tokens_words(result.generated_tokens)}, "

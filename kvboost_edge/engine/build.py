@@ -82,7 +82,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = (
     *("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range"),
-    *("draft_model", "draft_vocabulary", "mtp"),
+    *("draft_model", "draft_vocabulary", "mtp", "arithmetic"),
 )
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
@@ -693,7 +693,7 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
         found += f"/states {kv.bytes_per_state}"
     if config.rope_range != "short":
         found += f"/rope {config.rope_range}"
-    return found
+    return "/".join((found, *config.approximations))
 
 
 def _regions(

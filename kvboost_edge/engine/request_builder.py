@@ -187,6 +187,7 @@ class RequestBuilder:
             if terms.cache_key
             else None,
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
+            approximations=self._config.approximations,
             **fields,
         )
 

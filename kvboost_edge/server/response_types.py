@@ -225,10 +225,16 @@ class SamplingValues(_Answer):
     repetition_penalty: float
 
 
+_APPROXIMATIONS = (
+    "Options that make all answers approximate: wide_arithmetic for --arithmetic wide."
+)
+
+
 class Model(_Answer):
     """A model under one of its names.
 
-    max_model_len, sampling, mode, approximate and meta are null if the model was never loaded.
+    max_model_len, sampling, mode, approximate, approximations and meta are null if the model was
+    never loaded.
     """
 
     id: Annotated[str, Field(description="Name of the model.")]
@@ -246,6 +252,7 @@ class Model(_Answer):
     approximate: Annotated[
         bool | None, Field(description="True if answers in the default mode may be approximate.")
     ]
+    approximations: Annotated[list[str] | None, Field(description=_APPROXIMATIONS)]
     meta: ModelMeta | None
     state: Phase
     failure: Annotated[str | None, Field(description="Reason why the last load failed.")]
@@ -335,8 +342,9 @@ class Usage(_Answer):
             bool,
             Field(
                 description=(
-                    "True if tokens were reused at other positions. Absent if false, unless "
-                    "the server's default mode is approximate."
+                    "True if tokens were reused at other positions, or if an option of the "
+                    "server makes all answers approximate. Absent if false, unless the server's "
+                    "default mode is approximate."
                 )
             ),
         ]
@@ -364,8 +372,13 @@ class Costs(_Answer):
 
     mode: Annotated[str, Field(description="Cache mode that the request used.")]
     approximate: Annotated[
-        bool, Field(description="True if tokens were reused at other positions.")
+        bool,
+        Field(
+            description="True if tokens were reused at other positions, or if approximations is "
+            "not empty."
+        ),
     ]
+    approximations: Annotated[list[str], Field(description=_APPROXIMATIONS)]
     reused_span_tokens: Annotated[
         int, Field(description="Number of prompt tokens reused at other positions.")
     ]

@@ -35,6 +35,7 @@ REQUEST = (
     "--max-model-len 512",
     "--max-memory 4GB",
     "--draft-model x",
+    "--arithmetic exact",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
@@ -57,7 +58,10 @@ COMMANDS = {  # name: (required arguments, options with a value)
     "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
     "eval": (
         "FILE",
-        (*MODEL, "--against weights=int4", "--window 64", *ENGINE, *PACKED, "--json"),
+        (
+            *(*MODEL, "--against weights=int4", "--window 64", "--arithmetic exact"),
+            *(*ENGINE, *PACKED, "--json"),
+        ),
     ),
     "reuse-check": ("", ("x", *MODEL, *ENGINE, *PACKED, "--json")),
     "bench": (

@@ -85,6 +85,8 @@ def test_span_reuse_is_labelled_approximate():
     words = reuse_words(90, 16, {"pool": 16}, 48, 16)
     assert words.startswith("90 prompt tokens, 16 from the cache · ")
     assert words.endswith(" · approximate: 48 tokens reused at other positions, 16 recomputed")
+    words = reuse_words(90, 16, {"pool": 16}, 0, 0, ["wide_arithmetic"])
+    assert words == "90 prompt tokens, 16 from the cache · approximate: wide arithmetic"
 
 
 def test_token_counts_have_singular_and_plural():

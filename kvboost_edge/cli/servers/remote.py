@@ -65,6 +65,7 @@ class RemoteAnswer(NamedTuple):
         recomputed_tokens: Number of tokens found at other positions and recomputed.
         reasoning: The model's reasoning.
         tool_calls: The model's tool calls.
+        approximations: Labels of the server's options that make its answers approximate.
     """
 
     text: str
@@ -79,6 +80,7 @@ class RemoteAnswer(NamedTuple):
     recomputed_tokens: int
     reasoning: str = ""
     tool_calls: tuple[RemoteToolCall, ...] = ()
+    approximations: tuple[str, ...] = ()
 
     @property
     def timing_line(self) -> str:
@@ -90,6 +92,7 @@ class RemoteAnswer(NamedTuple):
                 self.hit_tokens,
                 self.reused_span_tokens,
                 self.recomputed_tokens,
+                self.approximations,
             )
             parts.append(reuse_words(self.prompt_tokens, *found))
         parts.append(f"first token {self.ttft_ms:.0f} ms")
@@ -345,6 +348,7 @@ class _Heard:
             recomputed_tokens=self._told.get("recomputed_tokens") or 0,
             reasoning="".join(self._thoughts),
             tool_calls=tuple(self._calls.values()),
+            approximations=tuple(self._told.get("approximations") or ()),
         )
 
 

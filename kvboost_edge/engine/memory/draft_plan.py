@@ -140,6 +140,7 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         draft_weights="int4",
         draft_vocabulary=None,
         mtp="off",
+        arithmetic="exact",  # draft tokens are verified, so other bits would save little
     )
     try:
         checkpoint = open_checkpoint(find_model(name, own), own)

@@ -512,6 +512,7 @@ class Request:
         grammar: grammar that the answer must match, or None for any text.
         reasoning: limit of the answer's reasoning, or None without a limit.
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
+        approximations: labels of the engine's options that make the answer approximate.
     """
 
     index: int
@@ -541,6 +542,7 @@ class Request:
     reasoning: ReasoningLimit | None = None
     always_drafts: bool = False
     prefix_hashes: bytes = b""
+    approximations: tuple[str, ...] = ()
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -89,8 +89,10 @@ class GenerationResult:
 
     Attributes:
         mode: the mode that was used. CHUNK_KV_REUSE only if KV from other positions was reused.
-        approximate: True if KV from other positions was reused. The output may then differ from a
-            full computation.
+        approximate: True if KV from other positions was reused, or if `approximations` is not
+            empty. The output may then differ from a full computation.
+        approximations: labels of the engine's options that make its answers approximate, such as
+            "wide_arithmetic" with arithmetic="wide".
         reused_span_tokens: number of prompt tokens whose KV was reused from other positions.
         recomputed_tokens: number of prompt tokens that were found at other positions but
             recomputed.
@@ -159,10 +161,11 @@ class GenerationResult:
     drafts: Mapping[str, DraftCounts] = dataclasses.field(default_factory=dict)
     matched_tokens: int = 0
     reasoning_tokens: int | None = None
+    approximations: tuple[str, ...] = ()
 
     @property
     def approximate(self) -> bool:
-        return self.reused_span_tokens > 0
+        return self.reused_span_tokens > 0 or bool(self.approximations)
 
     @property
     def exact_cached_tokens(self) -> int:

@@ -332,7 +332,7 @@ class Sequence:
         total_ms = sum(phases.values())
         times = tuple((t - request.entered_at) * 1e3 for t in self.marks.token_times)
         cached = self.num_cached_tokens + self.spans.num_shared
-        added: dict[str, Any] = {"mode": request.mode}
+        added: dict[str, Any] = {"mode": request.mode, "approximations": request.approximations}
         for feature in self.features:
             added.update(feature.result_fields())
         return GenerationResult(

@@ -102,9 +102,10 @@ def costs(
         "timings": _timings(results, firsts),
         "kvboost": {
             "mode": next(
-                (result.mode for result in shared if result.approximate), slowest.mode
+                (result.mode for result in shared if result.reused_span_tokens), slowest.mode
             ).value,
             "approximate": any(result.approximate for result in shared),
+            "approximations": list(slowest.approximations),
             "reused_span_tokens": sum(result.reused_span_tokens for result in shared),
             "recomputed_tokens": sum(result.recomputed_tokens for result in shared),
             "hit_tokens": _by_tier(firsts),

@@ -55,6 +55,7 @@ class KnownProperties(NamedTuple):
     chat_template: str
     sampling: SamplingDefaults
     mode: GenerationMode
+    approximations: tuple[str, ...]
 
     @classmethod
     def of(cls, engine: Engine, mode: GenerationMode, defaults: ModelDefaults) -> KnownProperties:
@@ -69,7 +70,8 @@ class KnownProperties(NamedTuple):
         )
         template = engine.tokenizer.chat_template or ""
         sampling = defaults.over(engine.sampling_defaults)
-        return cls(info.name, *fields, template, sampling, mode)
+        approximations = engine.config.approximations
+        return cls(info.name, *fields, template, sampling, mode, approximations)
 
 
 class Refusal(NamedTuple):

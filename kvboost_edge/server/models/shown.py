@@ -59,7 +59,10 @@ def model_entry(served: ServedModel, server: ServerState, name: str, tenant: str
         "max_model_len": None if known is None else known.max_context,
         "sampling": None if known is None else cast(SamplingValues, known.sampling.as_dict()),
         "mode": None if known is None else known.mode.value,
-        "approximate": None if known is None else known.mode is GenerationMode.CHUNK_KV_REUSE,
+        "approximate": None
+        if known is None
+        else known.mode is GenerationMode.CHUNK_KV_REUSE or bool(known.approximations),
+        "approximations": None if known is None else list(known.approximations),
         "meta": None
         if known is None
         else {

@@ -88,6 +88,18 @@ async def test_an_exact_default_labels_only_approximate_answers(engine):
         assert (await completed(app, OTHER_ORDER, kvboost=reuse))[:2] == ("chunk_kv_reuse", True)
 
 
+async def test_an_engine_with_wide_arithmetic_is_labelled():
+    with fake_engine(arithmetic="wide") as engine:
+        async with app_of(engine, "prefix_cache") as app:
+            (model,) = (await app.get("/v1/models")).json()["data"]
+            assert (model["approximate"], model["approximations"]) == (True, ["wide_arithmetic"])
+            answer = await asked(app, COMPLETIONS, prompt=FIRST, max_tokens=2)
+            told = answer["kvboost"]
+            assert (told["mode"], told["approximate"]) == ("prefix_cache", True)
+            assert told["approximations"] == ["wide_arithmetic"]
+            assert answer["usage"]["approximate"] is True
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

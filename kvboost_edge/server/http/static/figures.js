@@ -2,10 +2,10 @@
 
 import { causeInWords, isMiss } from "/static/causes.js";
 import { button, element } from "/static/dom.js";
-import { count, duration, percent, plural, rate } from "/static/format.js";
+import { count, duration, inWords, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
-const APPROXIMATE = "part of the prompt was reused from another position, so a full computation may give a different answer";
+const REUSED = "part of the prompt was reused from another position, so a full computation may give a different answer";
 const REASONS = {
   first_seen: "new prefix",
   evicted: "evicted",
@@ -33,6 +33,7 @@ export function summarize({ usage, timings, kvboost, clock, pieces }) {
     tiers: kvboost?.hit_tokens ?? {},
     reason: kvboost?.miss_reason ?? "",
     approximate: kvboost?.approximate === true,
+    approximations: inWords(kvboost?.approximations),
     moved: kvboost?.reused_span_tokens ?? 0,
     recomputed: kvboost?.recomputed_tokens ?? 0,
   };
@@ -50,7 +51,7 @@ function speedOf({ timings, kvboost, generated, clock }) {
 export function figuresLine(figures, note, why = null) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));
-  if (figures.approximate) line.append(element("span", { class: "flag approximate", title: APPROXIMATE, text: "approximate" }));
+  if (figures.approximate) line.append(element("span", { class: "flag approximate", title: whyApproximate(figures), text: "approximate" }));
   if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
   if (figures.moved > 0) line.append(movedFigure(figures));
   for (const [tier, tokens] of Object.entries(figures.tiers)) {
@@ -63,6 +64,11 @@ export function figuresLine(figures, note, why = null) {
   else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
   if (figures.reason !== "") line.append(missFigure(figures.reason, why));
   return line;
+}
+
+function whyApproximate({ approximations, moved }) {
+  const why = moved > 0 || approximations.length === 0 ? [REUSED] : [];
+  return [...why, ...approximations.map((one) => `the server computes with ${one}`)].join("; ");
 }
 
 function movedFigure({ moved, recomputed }) {

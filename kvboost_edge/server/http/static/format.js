@@ -23,3 +23,6 @@ export function bytes(value) {
 }
 
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+/** Labels of options as words: ["wide_arithmetic"] becomes ["wide arithmetic"]. */
+export const inWords = (labels) => (Array.isArray(labels) ? labels.map((one) => String(one).replaceAll("_", " ")) : []);

@@ -1,6 +1,7 @@
 /** The models of the server and the one in use, read again while their states may change. */
 
 import { ApiError, request } from "/static/api.js";
+import { inWords } from "/static/format.js";
 import { load, save } from "/static/storage.js";
 
 const INTERVAL_MS = 2500;
@@ -27,7 +28,7 @@ export function different(listed) {
   return found;
 }
 
-function described({ id, state = "", failure = null, sampling = null, managed, unloadable, file_bytes: fileBytes = null, max_model_len: context = null, meta = null }) {
+function described({ id, state = "", failure = null, sampling = null, managed, unloadable, file_bytes: fileBytes = null, max_model_len: context = null, meta = null, approximations = [] }) {
   return {
     id: String(id),
     state: String(state),
@@ -37,7 +38,7 @@ function described({ id, state = "", failure = null, sampling = null, managed, u
     unloadable: unloadable === true,
     fileBytes,
     context,
-    format: meta === null ? "" : `${meta.dtype}, ${meta.runner} runner`,
+    format: meta === null ? "" : [`${meta.dtype}, ${meta.runner} runner`, ...inWords(approximations)].join(", "),
   };
 }
 

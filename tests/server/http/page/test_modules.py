@@ -255,7 +255,8 @@ def test_span_reuse_is_shown_as_text_and_in_the_meter(modules):
       return argument.map((kvboost) => {
         const line = it.figuresLine(it.summarize({usage, timings: null, kvboost, clock, pieces: 0}), "");
         const widths = [...line.querySelectorAll(".meter span")].map((bar) => bar.style.width);
-        return [line.querySelector(".flag")?.textContent ?? "", line.textContent, widths];
+        const flag = line.querySelector(".flag");
+        return [flag?.textContent ?? "", line.textContent, widths, flag?.title ?? ""];
       });
     """
     told = {
@@ -270,15 +271,27 @@ def test_span_reuse_is_shown_as_text_and_in_the_meter(modules):
         "reused_span_tokens": 0,
         "recomputed_tokens": 0,
     }
+    wide = {**exact, "approximate": True, "approximations": ["wide_arithmetic"]}
     cached = "cached50 of 200 prompt tokens (25 %)"
-    assert modules.module("figures", body, [told, exact, None]) == [
+    reused = (
+        "part of the prompt was reused from another position, so a full computation may give a "
+        "different answer"
+    )
+    assert modules.module("figures", body, [told, exact, None, wide]) == [
         [
             "approximate",
             f"approximate{cached}at other positions100 tokens reused, 1,016 recomputed",
             ["25%", "50%"],
+            reused,
         ],
-        ["", cached, ["25%", "0px"]],
-        ["", cached, ["25%", "0px"]],
+        ["", cached, ["25%", "0px"], ""],
+        ["", cached, ["25%", "0px"], ""],
+        [
+            "approximate",
+            f"approximate{cached}",
+            ["25%", "0px"],
+            "the server computes with wide arithmetic",
+        ],
     ]
 
 
