@@ -6,6 +6,7 @@ lacks. test_forms.py and test_amx.py run the native variants unchanged.
 """
 
 import ctypes
+import functools
 
 import numpy as np
 import pytest
@@ -237,13 +238,21 @@ def _run(tiles, functions, definitions=""):
     return out
 
 
+@functools.cache
+def _plain(kind, fine, tokens=2):
+    """Return the results of the plain variant."""
+    return _run(IntTiles(kind, 1, tokens, fine, "plain"), {})
+
+
 @pytest.mark.parametrize(("form", "kind", "fine"), pairwise(INSTRUCTIONS, INT_KINDS, (False, True)))
 @pytest.mark.some(3)
-def test_every_dot_product_variant_gives_the_same_integers(form, kind, fine):
+def test_every_dot_product_variant_gives_the_same_integers(form, kind, fine, scale):
+    """`make test` takes one or two tiles at once, depending on the format."""
     name, lanes, signed = INSTRUCTIONS[form]
-    plain = _run(IntTiles(kind, 1, 2, fine, "plain"), {})
+    plain = _plain(kind, fine)
     definitions = _dot("emulated_dot", lanes, signed)
-    for tiles, tokens in ((1, 2), (2, 2)):
+    shapes = ((1, 2), (2, 2))
+    for tiles, tokens in scale(shapes[kind % 2 :][:1], shapes):
         one = IntTiles(kind, tiles, tokens, fine, form)
         assert name in tile_module(one, "")
         np.testing.assert_array_equal(_run(one, {}, definitions), plain)
@@ -259,8 +268,7 @@ def test_smmla_variant_gives_the_same_integers(kind, fine, shape):
     text = tile_module(one, "")
     assert MATRIX in text
     assert "sdot" not in text
-    plain = _run(IntTiles(kind, 1, tokens, fine, "plain"), {})
-    np.testing.assert_array_equal(_run(one, {}), plain)
+    np.testing.assert_array_equal(_run(one, {}), _plain(kind, fine, tokens))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +284,7 @@ def test_one_token_uses_dot_products_with_i8mm(kind, tokens):
 
 
 @pytest.mark.parametrize(("kind", "fine"), each_once(INT_KINDS, (False, True)))
+@pytest.mark.some(3)
 def test_amx_variant_gives_the_same_integers(kind, fine, monkeypatch):
     monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
     monkeypatch.setattr(linear_amx, "MATRIX_FINE_TOKENS", 16)
@@ -283,7 +292,7 @@ def test_amx_variant_gives_the_same_integers(kind, fine, monkeypatch):
     tiles = linear_amx.AmxTiles(kind, fine)
     out = _run(tiles, registers.functions)
     assert registers.multiplied == 4 * GROUPS * tiles.parts
-    np.testing.assert_array_equal(out, _run(IntTiles(kind, 1, tiles.tokens, fine, "plain"), {}))
+    np.testing.assert_array_equal(out, _plain(kind, fine, tiles.tokens))
 
 
 def test_only_signed_kinds_have_an_offset():
@@ -320,7 +329,7 @@ def test_every_table_lookup_gives_the_same_integers(
     """The 8 quads of a group are looked up with the expected number of instructions, and the
     results have the same bits.
     """
-    plain = _run(IntTiles(FORMATS["int4t"].kind, 1, 2, False, "plain"), {})
+    plain = _plain(FORMATS["int4t"].kind, False)
     monkeypatch.setattr(simd_loads, "has_byte_permute", lambda: permutes)
     monkeypatch.setattr(simd_loads, "has_byte_shuffle", lambda: shuffles)
     tiles = IntTiles(FORMATS["int4t"].kind, 1, 2, False, form)

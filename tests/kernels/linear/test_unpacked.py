@@ -3,6 +3,7 @@ and panels.
 """
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,11 +22,30 @@ GROUPS = 35  # more than twice the number unpacked at once
 on_avx2 = pytest.mark.skipif(not binding.get_host_cpu_features().get("avx2"), reason="needs AVX2")
 
 
-def _run(tiles, count, panels=1, *, add=False):
+class Product(NamedTuple):
+    """Shape of a product: numbers of tiles and panels, and whether it is added to the results."""
+
+    tiles: int
+    panels: int = 1
+    add: bool = False
+
+
+def _run(tiles, *products):
+    """Compile the tiles; return the results of the products."""
     run, engine = compiled_tile(tile_module(tiles, binding.get_default_triple()), {})
-    out = product_of(run, tiles, GROUPS, count, panels, add=add)
+    results = [
+        product_of(run, tiles, GROUPS, each.tiles, each.panels, add=each.add) for each in products
+    ]
     del engine
-    return out
+    return results
+
+
+def _assert_equal(unpacked, packed, *products):
+    """Compare the bits of both kinds of tiles."""
+    found = _run(unpacked, *products)
+    expected = _run(packed, *products)
+    for product, one, other in zip(products, found, expected, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=str(product))
 
 
 @on_avx2
@@ -33,31 +53,22 @@ def _run(tiles, count, panels=1, *, add=False):
 @pytest.mark.parametrize("kind", INT_KINDS)
 @pytest.mark.some(3)
 def test_unpacked_tiles_equal_packed_ones(kind, fine):
-    plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 3)
-    np.testing.assert_array_equal(_run(UnpackedTiles(kind, TOKENS[fine], fine), 3), plain)
-
-
-@on_avx2
-@pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kind", INT_KINDS)
-@pytest.mark.some(3)
-def test_a_tile_is_unpacked_again_for_many_panels(kind, fine):
-    plain = _run(IntTiles(kind, 1, TOKENS[fine], fine, "plain"), 1, 37, add=True)
-    unpacked = _run(UnpackedTiles(kind, TOKENS[fine], fine), 1, 37, add=True)
-    np.testing.assert_array_equal(unpacked, plain)
+    """A tile is unpacked again for many panels."""
+    unpacked = UnpackedTiles(kind, TOKENS[fine], fine)
+    packed = IntTiles(kind, 1, TOKENS[fine], fine, "plain")
+    _assert_equal(unpacked, packed, Product(3), Product(1, 37, add=True))
 
 
 @pytest.mark.parametrize("kind", GRIDS)
 @pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.some(2)
 def test_formats_with_a_grid_are_unpacked_for_many_tokens(kind, fine):
     """One or two tiles, whatever the variant of this machine takes, and again for many panels."""
     size = WIDE_FINE_TOKENS if fine else WIDE_TOKENS
     number = FORMATS[kind].kind
     unpacked = UnpackedTiles(number, size, fine, dot_form(), TILES_AT_ONCE)
     packed = IntTiles(number, TILES_AT_ONCE, size, fine)
-    for count, panels in ((2 * TILES_AT_ONCE, 1), (TILES_AT_ONCE, 37)):
-        expected = _run(packed, count, panels)
-        np.testing.assert_array_equal(_run(unpacked, count, panels), expected)
+    _assert_equal(unpacked, packed, Product(2 * TILES_AT_ONCE), Product(TILES_AT_ONCE, 37))
 
 
 @pytest.mark.parametrize("kind", INT_KINDS)
