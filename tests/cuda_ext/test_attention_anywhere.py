@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import LONG
 from helpers.cuda.cases import Call, Case, check, make_inputs, oracle, run
 from helpers.cuda.on_cpu import BF16, F16, Form, Schedule, library
 
@@ -39,7 +40,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150 if LONG else 40)
 @given(
     case=cases(),
     form=st.builds(

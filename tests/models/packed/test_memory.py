@@ -134,7 +134,7 @@ def _save_zeros(directory, shapes, config):
     return directory
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_kept", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_packing_memory_is_bounded(is_kept, model_dir, tmp_path):
     """All weights are read in the end. Pages of the mapped file count like private memory."""
     command = [

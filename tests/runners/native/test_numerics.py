@@ -48,7 +48,11 @@ def test_bits_equal_those_of_this_numerics_version(kv_bits):
 
 
 @pytest.mark.parametrize(
-    "wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"]
+    "wide",
+    [
+        pytest.param(True, marks=pytest.mark.full, id="NumPy as it is"),
+        pytest.param(False, id="NumPy without what it need not have"),
+    ],
 )
 def test_rope_tables_do_not_depend_on_the_processor(wide):
     """NumPy's own float32 functions give other bits on processors with AVX-512, where a cache may
