@@ -26,6 +26,7 @@ REQUIRED = (
     "assets/demo/model.safetensors",
     "assets/demo/tokenizer.json",
     "assets/demo_document.txt",
+    "kernels/linear/grids.npz",
     "py.typed",
     "server/http/static/index.html",
     "server/http/static/main.js",
