@@ -3,6 +3,7 @@ test belongs to exactly one set.
 """
 
 import ast
+import functools
 import graphlib
 import itertools
 import re
@@ -353,12 +354,59 @@ def test_files_that_start_first_exist():
     assert [name for name in LONG if not (ROOT / name).is_file()] == []
 
 
+@functools.cache
+def packages_at_head(path):
+    """Return the packages that a test file imports before it runs, also through helpers."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+        for name in names:
+            helper = (ROOT / "tests" / name.replace(".", "/")).with_suffix(".py")
+            is_helper = name.startswith("helpers.") and helper.is_file()
+            found |= packages_at_head(helper) if is_helper else {name.partition(".")[0]}
+    return found
+
+
+def lines_of_list(name):
+    """Return the lines of a list for emulated processors that name tests, as (option, file, test)."""
+    lines = (ROOT / "tests" / "arm64" / name).read_text(encoding="utf-8").splitlines()
+    parts = [line.rpartition("=" if line.startswith("--") else "\0")[::2] for line in lines]
+    return [
+        (option, ROOT / path.partition("::")[0], path.partition("::")[2].partition("[")[0])
+        for option, path in parts
+        if path.startswith("tests/")
+    ]
+
+
 @pytest.mark.parametrize("name", ["tests.txt", "i8mm.txt"])
 def test_lists_for_emulated_processors_name_existing_tests(name):
-    text = (ROOT / "tests" / "arm64" / name).read_text(encoding="utf-8")
-    for line in text.splitlines():
-        path, _, test = line.partition("=")[2 if line.startswith("--") else 0].partition("::")
-        if path.startswith("tests/"):
-            assert (ROOT / path).exists(), line
-            own = test.partition("[")[0]
-            assert f"def {own}" in (ROOT / path).read_text("utf-8") if own else True, line
+    for _, path, test in lines_of_list(name):
+        assert path.exists(), path
+        assert f"def {test}" in path.read_text("utf-8") if test else True, test
+
+
+def test_deselected_tests_for_emulated_processors_would_run():
+    """The marker expression of the list leaves out tests that are marked full."""
+    deselected = [one for one in lines_of_list("tests.txt") if one[0] == "--deselect"]
+    assert deselected
+    for _, path, test in deselected:
+        marked_full = rf"@pytest\.mark\.full\n(@.*\n)*def {test}\("
+        assert not re.search(marked_full, path.read_text("utf-8")), test
+
+
+@pytest.mark.parametrize("name", ["tests.txt", "i8mm.txt"])
+def test_tests_for_emulated_processors_import_no_torch(name):
+    """PyTorch is not installed there, so a file that imports it at its head ends the collection."""
+    lines = lines_of_list(name)
+    ignored = {path for option, path, _ in lines if option == "--ignore"}
+    files = {
+        file
+        for option, path, _ in lines
+        if not option
+        for file in ([path] if path.is_file() else path.rglob("test_*.py"))
+    }
+    assert len(files) > 5
+    for file in sorted(files - ignored):
+        assert not {"torch", "transformers"} & packages_at_head(file), file
