@@ -71,7 +71,7 @@ copy_tree() {
     is_made "$1" || { echo "$1 holds no arm64 root with the packages needed: tests/arm64/run.sh make $1" >&2; exit 1; }
     mkdir -p "$1/src"
     find "$1/src" -mindepth 1 -maxdepth 1 -exec rm -rf {} +
-    tar -C "$tree" -cf - --exclude='./.*' --exclude=__pycache__ --exclude=./benchmarks/results . | tar -C "$1/src" -xf -
+    tar -C "$tree" -cf - --exclude='./.*' --exclude=__pycache__ --exclude=./benchmarks/results --exclude=./build --exclude=./dist --exclude=./site . | tar -C "$1/src" -xf -
 }
 
 # run_in DIR CPU COMMAND...: in the copy, with mounts that end with the command.
