@@ -2,17 +2,21 @@
 
 They are compiled on this machine, for any architecture, and linked to a small C program. The
 results must equal those of the plain variant on this machine, bit by bit. This needs no arm64 root:
-only aarch64-linux-gnu-gcc and qemu-aarch64-static. `make test-arm64-tiles` runs it.
+only aarch64-linux-gnu-gcc and qemu-aarch64-static. `make test-arm64-tiles` runs it for all formats.
+
+    python tests/arm64/tiles.py [FORMAT ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import datetime
 import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +24,8 @@ import numpy as np
 from llvmlite import binding
 
 from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_module
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
+from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
 from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 GROUPS = 17
@@ -32,6 +37,8 @@ VARIANTS = {
     "plain": ("cortex-a72", "cortex-a72", ""),
 }
 SHAPES = ((1, 1), (1, 2), (1, 4), (2, 2))
+# Of the microkernels that unpack the weights of formats with a grid first.
+UNPACKED_SHAPES = ((1, 2), (1, 4), (2, 2))
 _ADDRESSES = (0, 1, 2, 9, 10, 13)  # of weights, scales, minima, panel, outputs and bias
 _DRIVER = """
 #include <stdint.h>
@@ -66,10 +73,38 @@ class Case(NamedTuple):
     kind: int
     fine: bool
     shape: tuple[int, int]
+    unpacks: bool = False
 
     @property
     def tiles(self) -> IntTiles:
-        return IntTiles(self.kind, *self.shape, self.fine, self.form)
+        tiles, tokens = self.shape
+        if self.unpacks:
+            return UnpackedTiles(self.kind, tokens, self.fine, self.form, tiles)
+        return IntTiles(self.kind, tiles, tokens, self.fine, self.form)
+
+    @property
+    def takes_pairs(self) -> bool:
+        """True if the microkernel multiplies pairs of tokens with smmla."""
+        return self.tiles.takes_pairs and not self.unpacks
+
+
+def _cases(kinds: Sequence[int]) -> list[Case]:
+    found = [
+        Case(form, kind, fine, shape)
+        for form in VARIANTS
+        for kind in kinds
+        for fine in (False, True)
+        for shape in SHAPES
+    ]
+    found += [
+        Case(form, kind, fine, shape, unpacks=True)
+        for form in VARIANTS
+        for kind in kinds
+        if FORMAT_OF[kind].grid is not None
+        for fine in (False, True)
+        for shape in UNPACKED_SHAPES
+    ]
+    return found
 
 
 def _object(case: Case, number: int) -> bytes:
@@ -115,19 +150,23 @@ def _emulated(program: Path, cpu: str, number: int, case: Case) -> Any:
 
 
 def main() -> int:
-    """Run all cases, print a line for each variant, and return the exit code."""
+    """Run the cases, print a line for each variant, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    integers = [FORMAT_OF[kind].name for kind in INT_KINDS]
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", help="format (default: all)")
+    chosen = parser.parse_args().formats or integers
+    if unknown := sorted(set(chosen) - set(integers)):
+        parser.error(
+            f"no integer format is named {unknown[0]!r}; choose from {', '.join(integers)}"
+        )
     command = ["qemu-aarch64-static", "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     print(f"{datetime.date.today()}, {version.splitlines()[0]}")
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    cases = [
-        Case(form, kind, fine, shape)
-        for form in VARIANTS
-        for kind in INT_KINDS
-        for fine in (False, True)
-        for shape in SHAPES
-    ]
+    cases = _cases([FORMATS[name].kind for name in chosen])
     plain: dict[tuple[int, bool, int], Any] = {}
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
@@ -142,29 +181,29 @@ def main() -> int:
             run = _emulated(program, VARIANTS[case.form][1], number, case)
             if not np.array_equal(product_of(run, case.tiles, GROUPS, TILES), plain[key]):
                 wrong.append(case)
-        first = next(i for i, case in enumerate(cases) if case.tiles.takes_pairs)
-        try:
-            product_of(
-                _emulated(program, "cortex-a76", first, cases[first]),
-                cases[first].tiles,
-                GROUPS,
-                TILES,
-            )
-        except subprocess.CalledProcessError as error:
-            print(f"smmla on an emulated Cortex-A76, which lacks it: ended with {error.returncode}")
-        else:
-            wrong.append(cases[first])
+        first = next((i for i, case in enumerate(cases) if case.takes_pairs), None)
+        if first is not None:
+            run = _emulated(program, "cortex-a76", first, cases[first])
+            try:
+                product_of(run, cases[first].tiles, GROUPS, TILES)
+            except subprocess.CalledProcessError as error:
+                code = error.returncode
+                print(f"smmla on an emulated Cortex-A76, which lacks it: ended with {code}")
+            else:
+                wrong.append(cases[first])
     for form, (compiled, emulated, instruction) in VARIANTS.items():
         own = [case for case in cases if case.form == form]
         bad = [case for case in own if case in wrong]
-        pairs = sum(case.tiles.takes_pairs for case in own)
+        pairs = sum(case.takes_pairs for case in own)
+        unpacking = sum(case.unpacks for case in own)
         print(
             f"{form} ({instruction or 'no dot product'}; compiled for {compiled}, emulated "
             f"{emulated}): {len(own) - len(bad)} of {len(own)} microkernels equal the plain "
-            f"variant on this machine" + (f", {pairs} of them with smmla" if pairs else "")
+            f"variant on this machine, {pairs} of them with smmla, {unpacking} unpack weights first"
         )
         for case in bad:
-            print(f"    different: {FORMAT_OF[case.kind].name}, fine={case.fine}, {case.shape}")
+            name = FORMAT_OF[case.kind].name
+            print(f"    different: {name}, fine={case.fine}, {case.shape}, {case.unpacks=}")
     return 1 if wrong else 0
 
 
