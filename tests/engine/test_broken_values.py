@@ -135,7 +135,7 @@ def engine(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
 )
-@pytest.mark.some(3)
+@pytest.mark.some(4)
 def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
     """The NaN occurs in the first pass, inside a later one, with the last token, or where windows
     hide the token.

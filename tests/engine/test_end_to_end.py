@@ -102,7 +102,7 @@ def test_cold_and_cached_answers_equal_transformers(truth, engine):
     assert (baseline.cached_tokens, list(baseline.output_token_ids)) == (0, expected)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 def test_a_batch_with_preemption_and_a_second_turn(any_truth):
     prompts = [random_ids(20, 9) + random_ids(5 + 9 * i, i) for i in range(4)]
     options = {"num_blocks": 8, "max_num_seqs": 3, "max_batch_tokens": 24, **OPTIONS}
@@ -128,6 +128,7 @@ def test_logits_equal_transformers(truth, engine):
         assert distance(rows, expected[start:]) < 1e-4
 
 
+@pytest.mark.some(3)
 def test_verify_correctness_passes(engine):
     report = engine.verify_correctness()
     assert report, str(report)

@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "last_line", ["", "handle = engine.submit([7, 8, 9], max_new_tokens=400, ignore_eos=True)"]
+    "last_line",
+    [
+        pytest.param("", marks=pytest.mark.full),
+        "handle = engine.submit([7, 8, 9], max_new_tokens=400, ignore_eos=True)",
+    ],
 )
 def test_an_unclosed_engine_does_not_block_process_exit(tiny_model_dir, last_line):
     code = (

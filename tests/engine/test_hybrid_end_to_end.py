@@ -83,7 +83,7 @@ def test_cold_cached_and_branching_answers_are_bit_equal(model, bits):
 
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_drafts_from_history_change_no_bit(model, bits, tmp_path):
     """The tenant's second request finds its answer in the history. After a restart, the states of
     the conversation are on disk.

@@ -94,7 +94,7 @@ POINTS = [
     ("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value)
 )
 @pytest.mark.parametrize("at", [1, 2, 3, 7])
-@pytest.mark.some(3)
+@pytest.mark.some(5)
 def test_an_error_at_any_point_ends_only_its_requests(engine, monkeypatch, owner, name, at):
     """RELIABILITY 6 and 8: the other requests keep their answers."""
     if isinstance(owner, str):

@@ -38,6 +38,7 @@ def joined(documents):
     "repair", [BARE, SEAMS, BLEND, QUERY], ids=lambda repair: repair.strategy.value
 )
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
+@pytest.mark.some(3)
 def test_reordered_documents_are_reused_at_their_positions(repair, budget):
     bench = Bench(max_batch_tokens=budget)
     head = document(0, 20)

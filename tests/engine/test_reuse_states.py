@@ -100,7 +100,7 @@ SHARED = []
 
 def test_random_operations_leak_nothing_and_keep_tokens(scale):
     SHARED.clear()
-    count = scale(70, 10_000)
+    count = scale(30, 10_000)
     run_state_machine_as_test(
         ReuseMachine, settings=settings(max_examples=count, stateful_step_count=14)
     )

@@ -44,7 +44,7 @@ from kvboost_edge.kvcache.manager import (
 )
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
-NUM_EXAMPLES = 10_000 if LONG else 100 if QUICK else 500
+NUM_EXAMPLES = 10_000 if LONG else 100 if QUICK else 200
 STEPS = 40 if LONG else 20
 
 

@@ -3,6 +3,7 @@ every position.
 """
 
 import itertools
+import os
 import random
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvboost_edge.kernels.span_tables import MOST_TRIED
 from kvboost_edge.reuse.span_index import SpanIndex
 from kvboost_edge.reuse.span_search import find_runs
 
+LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 HEADER = list(range(900, 910))
 LAST = [999]
 A = list(range(100, 141))
@@ -135,8 +137,8 @@ def test_all_token_ids_are_distinguished():
 
 
 @pytest.mark.parametrize("hash_bits", [1, 8, 61])
-def test_hash_collisions_give_no_false_runs(hash_bits):
-    """Each of the 10,000 positions is looked up among blocks of which at least one in 256 has its
+def test_hash_collisions_give_no_false_runs(hash_bits, scale):
+    """Each of the 4,000 positions (10,000 in `make test-all`) is looked up among blocks of which at least one in 256 has its
     hash, except with 61 bits.
     """
     rng = random.Random(hash_bits)
@@ -152,7 +154,7 @@ def test_hash_collisions_give_no_false_runs(hash_bits):
         )
         > 1
     )
-    texts = [offered.blocks[rng.randrange(300)].tokens for _ in range(20)]
+    texts = [offered.blocks[rng.randrange(300)].tokens for _ in range(scale(8, 20))]
     total = 0
     for text in texts:
         prompt = [rng.randrange(3) for _ in range(500)]
@@ -214,7 +216,7 @@ def pools(draw):
     return offered
 
 
-@settings(max_examples=300)
+@settings(max_examples=300 if LONG else 90)
 @given(pools(), st.data())
 def test_runs_equal_the_reference(offered, data):
     offered.index.check()
@@ -233,12 +235,12 @@ def test_runs_equal_the_reference(offered, data):
         offered.find(prompt, start, data.draw(st.sampled_from([ROOT, ROOT, ROOT, OTHER])), least)
 
 
-def test_runs_of_long_random_texts_equal_the_reference():
+def test_runs_of_long_random_texts_equal_the_reference(scale):
     """The search above seldom draws runs over many blocks, and groups and families beyond the tried
     number.
     """
     rng = random.Random(5)
-    for _ in range(30):
+    for _ in range(scale(12, 30)):
         size = rng.choice([2, 4, 8])
         offered = Offered(400, size)
         texts = [[rng.randrange(2) for _ in range(rng.randrange(size, 40))] for _ in range(4)]

@@ -108,7 +108,7 @@ def compare(engine, oracle, calls):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_calls_equal_a_dictionary(backend, scale, tmp_path_factory):
     def run(place):
-        @settings(max_examples=scale(100, 1000))
+        @settings(max_examples=scale(40, 1000))
         @given(chunk_size=st.integers(1, 4), calls=CALLS)
         def example(chunk_size, calls):
             engine = make_engine(place(), chunk_size)

@@ -42,7 +42,7 @@ def prompt(number):
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 def test_answers_of_random_logits_fit_their_schemas(engine, part):
     """The fake runner's logits are noise, so only the grammar can make the answers valid."""
     seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
@@ -163,7 +163,7 @@ def test_answers_fit_their_grammar(engine, grammar, form):
 
 
 @pytest.mark.parametrize("way", ["off", "on"])
-def test_answers_are_the_same_with_and_without_drafts(way):
+def test_answers_are_the_same_with_and_without_drafts(way, scale):
     """Tokens that the schema forces are drafted, in addition to those of prompt lookup."""
     with fake_engine(num_blocks=256, speculation=way) as engine:
         results = [
@@ -175,7 +175,7 @@ def test_answers_are_the_same_with_and_without_drafts(way):
                 json_schema=made_schema(s),
                 logprobs=1,
             )
-            for s in range(24)
+            for s in range(scale(12, 24))
         ]
     with fake_engine(num_blocks=256) as plain:
         for number, result in enumerate(results):

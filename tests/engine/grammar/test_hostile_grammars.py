@@ -21,7 +21,7 @@ from kvboost_edge.text.turns.call_grammar import calls_grammar
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.no_template import GENERIC
 
-EXAMPLES = 1500 if os.environ.get("KVBOOST_EDGE_TEST_LONG") else 40
+EXAMPLES = 1500 if os.environ.get("KVBOOST_EDGE_TEST_LONG") else 20
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,7 @@ def draft_of(path, own, **options):
 
 
 @pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.some(3)
 def test_answers_equal_those_without_the_assistant(pair, bits):
     path, own = pair
     options = {"num_blocks": 64, "num_threads": 1, "kv_cache_bits": bits}

@@ -78,6 +78,7 @@ def test_a_draft_model_replaces_the_head(path, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["safetensors", "GGUF"])
+@pytest.mark.some(3)
 def test_answers_equal_those_without_the_head(path, form, tmp_path):
     if form == "GGUF":
         path = write_gguf_with_head(path, tmp_path / "m.gguf")

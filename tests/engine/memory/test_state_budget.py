@@ -155,13 +155,13 @@ def test_default_draft_rows_use_the_remaining_memory(lack, rows, max_num_seqs):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
-def test_default_drafts_never_prevent_a_start(max_num_seqs):
+def test_default_drafts_never_prevent_a_start(max_num_seqs, scale):
     """Each budget and each amount of memory near the minimum starts with drafts if it starts
     without them.
     """
     info = info_of((LARGE,))
     pool = 256 * 64 * 1024
-    step = LARGE.nbytes // 7
+    step = LARGE.nbytes // scale(3, 7)
     most = 6 * LARGE.nbytes
     starts = [0, 0]
     for given in (None, *range(LARGE.nbytes, most, step)):

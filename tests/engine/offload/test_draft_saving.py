@@ -130,6 +130,7 @@ def test_another_draft_model_or_none_hits_the_same_blocks(kind, drafts):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.some(2)
 def test_restarts_with_changed_draft_models_lose_no_block(kind, seed):
     """Three conversations continue over restarts. Each prompt hits the blocks that it hits in an
     engine that never had a draft model.

@@ -204,6 +204,7 @@ COSTS = {
     ],
     indirect=["model"],
 )
+@pytest.mark.some(2)
 def test_lost_or_damaged_records_only_cost_time(model, server, client, what, numbers, cached):
     keys = model.fill(server)
     for key in map(keys.get, numbers):

@@ -76,6 +76,7 @@ def test_blocks_are_restored_up_to_the_deepest_state(knows, length, blocks):
         ([block(1)], 0),
     ],
 )
+@pytest.mark.some(3)
 def test_lost_or_damaged_records_only_cost_time(knows, how, gone, cached):
     tier = filled(knows=knows)
     if how == "lost":

@@ -41,6 +41,7 @@ def run(bench, turns, seed):
 
 @pytest.mark.parametrize("num_blocks", [18, 20, 22])
 @pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.some(4)
 def test_an_agent_computes_no_full_block_twice(num_blocks, seed):
     tier = DictTier()
     assert run(Bench(num_blocks, tiers=[tier]), AGENT, seed) == (0, 0)

@@ -203,7 +203,7 @@ class HybridTieredMachine(TieredMachine):
 @pytest.mark.parametrize("machine", [PlainTieredMachine, HybridTieredMachine])
 def test_answers_are_correct_in_any_sequence_of_events(machine, scale):
     machine.hits.clear()
-    count = scale(50, 5000)
+    count = scale(24, 5000)
     run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=8))
     assert machine.hits["pool"] > count
     assert machine.hits["disk"] > count

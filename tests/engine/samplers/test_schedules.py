@@ -73,7 +73,7 @@ def prompt(seed, length):
 
 
 @pytest.mark.parametrize(("kind", "case"), each_once(ModelKind, CASES))
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_tokens_equal_those_of_a_single_run(kind, case):
     """The pools are small, the drafts are of every kind, and one of the six requests is greedy."""
     options = CASES[case]
@@ -140,6 +140,8 @@ def test_each_case_changes_the_answer():
             params = SamplingParams.from_options(**options, max_new_tokens=COUNT)
             plain = SamplingParams.from_options(**usual, max_new_tokens=COUNT)
             changed += alone(ids, params, number) != alone(ids, plain, number)
+            if changed > 2:
+                break
         assert changed > 2, case
 
 

@@ -210,7 +210,7 @@ def machine(kind, tmp_path_factory):
     machine.close()
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(5)
 def test_random_schedules_equal_uncached_single_runs(kind, machine, scale):
     found = Counter[str]()
     for first in range(0, scale(16, 1760), 16):

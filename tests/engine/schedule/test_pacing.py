@@ -107,8 +107,8 @@ def test_every_deep_prompt_advances_in_every_step(tenants):
     assert all(handle.done for handle in handles)
 
 
-def test_never_more_than_max_batch_tokens():
-    for seed in range(20):
+def test_never_more_than_max_batch_tokens(scale):
+    for seed in range(scale(8, 20)):
         rng = random.Random(seed)
         most = rng.choice((1, 2, 5, 16, 64))
         bench = Paced(max_batch_tokens=most, max_num_seqs=rng.choice((1, 4, 16)))

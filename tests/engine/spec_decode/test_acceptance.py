@@ -59,6 +59,7 @@ def test_partly_right_drafts_change_only_the_number_of_passes(num_right, closes_
 
 
 @pytest.mark.parametrize("num_right", [1, 5, 6])
+@pytest.mark.some(2)
 def test_states_after_accepted_drafts_are_kept_at_block_ends(num_right):
     """After any cut of the answer, the next turn resumes at the last full block. With small states,
     each block end can be resumed.

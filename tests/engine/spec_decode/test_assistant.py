@@ -60,6 +60,7 @@ def test_drafts_follow_blocks_restored_from_a_tier(kind):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.some(3)
 def test_concurrent_requests_in_a_small_pool(kind, seed):
     rng = random.Random(seed)
     bench = drafting_bench(

@@ -24,6 +24,7 @@ def assert_all_accepted(bench):
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 150])
 @pytest.mark.parametrize("closes_blocks", [False, True])
+@pytest.mark.some(3)
 def test_a_perfect_head_is_always_accepted(kind, length, closes_blocks):
     bench = drafting_bench(kind, MTP)
     bench.scheduler.speculation._closes_blocks = closes_blocks
@@ -80,6 +81,7 @@ def test_a_prefix_without_head_kv_is_filled_on_demand(kind):
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.some(3)
 def test_concurrent_requests_in_a_small_pool(kind, seed):
     rng = random.Random(seed)
     bench = drafting_bench(

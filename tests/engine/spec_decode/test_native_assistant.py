@@ -185,6 +185,7 @@ def answers(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+@pytest.mark.some(3)
 def test_answers_and_published_kv_equal_those_without_the_assistant(pair, bits):
     machine, own = pair
     expected, kv = answers(NativeBench(machine, bits=bits), 0)
@@ -200,6 +201,7 @@ def test_answers_and_published_kv_equal_those_without_the_assistant(pair, bits):
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 4)], ids=str)
+@pytest.mark.some(3)
 def test_answers_equal_those_without_the_assistant_after_preemptions(pair, bits):
     machine, own = pair
     for seed in range(2):
@@ -215,6 +217,7 @@ def test_answers_equal_those_without_the_assistant_after_preemptions(pair, bits)
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 8)], ids=str)
+@pytest.mark.some(3)
 def test_drafts_follow_blocks_restored_from_a_tier(pair, bits):
     """An assistant stores nothing on a tier, and drafts after blocks from there as after others."""
     machine, own = pair
@@ -233,6 +236,7 @@ def test_drafts_follow_blocks_restored_from_a_tier(pair, bits):
     assert tier.blocks == plain.blocks
 
 
+@pytest.mark.some(2)
 def test_few_hidden_states_are_kept(pair):
     machine, own = pair
     bench = assistant_bench(machine, own)

@@ -81,6 +81,7 @@ def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bi
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+@pytest.mark.some(2)
 def test_restarts_with_changed_draft_models_lose_nothing(machines, bits):
     """Restarts have another draft model, none, or the first one again. Answers, the KV of published
     blocks and their stored records equal those without a draft model.

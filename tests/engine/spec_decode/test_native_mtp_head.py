@@ -22,6 +22,7 @@ NUM_BLOCKS = 64
 DRAFTS = {"max_draft_tokens": 3, "always_drafts": True}
 FAMILIES = ("qwen3_5_text", "glm4_moe")
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+SHORT = SamplingParams(max_new_tokens=12, temperature=0.0)  # the reference is slow
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -90,13 +91,13 @@ def test_drafted_tokens_equal_the_reference(family, tmp_path):
     bench = head_bench(machine, max_batch_tokens=50)
     prompt = token_ids(1, 75)
     drafts = recorded(bench)
-    bench.generate(prompt, GREEDY, **DRAFTS)
+    bench.generate(prompt, SHORT, **DRAFTS)
     assert len(drafts) > 5
     for tokens, drafted in drafts:
         assert drafted == reference.draft(tokens, len(drafted))
     # A prefix that another request computed, with KV of the head. The state at its end is unknown.
     drafts.clear()
-    result = bench.generate([*prompt[:70], 7, 8, 9], GREEDY, **DRAFTS)
+    result = bench.generate([*prompt[:70], 7, 8, 9], SHORT, **DRAFTS)
     assert result.cached_tokens == 64
     assert len(drafts) > 5
     expected = [_after_hit(reference, tokens, len(drafted), 64) for tokens, drafted in drafts]
@@ -105,7 +106,7 @@ def test_drafted_tokens_equal_the_reference(family, tmp_path):
     other = token_ids(2, 64)
     bench.generate(other, GREEDY)
     drafts.clear()
-    result = bench.generate([*other, 7, 8, 9], GREEDY, **DRAFTS)
+    result = bench.generate([*other, 7, 8, 9], SHORT, **DRAFTS)
     assert result.cached_tokens == 64
     for tokens, drafted in drafts:
         assert drafted == reference.draft(tokens, len(drafted), first=64)
@@ -188,6 +189,7 @@ def answers(bench, seed, steps_between=4, **fields):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
+@pytest.mark.some(3)
 def test_answers_and_published_kv_equal_those_without_the_head(machine, bits, monkeypatch):
     monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
     expected, kv = answers(NativeBench(machine, bits=bits), 0)
@@ -221,6 +223,7 @@ def test_drafts_from_a_short_vocabulary_equal_the_reference(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.some(2)
 def test_answers_equal_those_without_the_head_after_preemptions(machine, seed):
     expected, _ = answers(NativeBench(machine), seed, 0)
     bench = head_bench(machine, num_blocks=9, max_num_seqs=6, max_batch_tokens=20)

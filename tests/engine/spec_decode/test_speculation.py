@@ -124,6 +124,7 @@ def test_only_certain_tokens_close_a_quantized_block(kind):
 
 
 @pytest.mark.parametrize("drafts", ["right", "one off"])
+@pytest.mark.some(3)
 def test_a_stop_token_within_a_draft_ends_the_answer(kind, drafts):
     """The next turn hits all full blocks up to the stop token, with the recurrent state of a
     hybrid.
@@ -225,6 +226,7 @@ def test_a_step_has_no_more_tokens_than_its_budget(kind):
 
 @pytest.mark.parametrize(("most", "least"), [(31, 0), (31, 5), (31, 31), (4, 9)])
 @pytest.mark.parametrize("num_blocks", [64, 20])
+@pytest.mark.some(3)
 def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks):
     """The minimum also applies to drafts that a full pool or batch shortens. It is limited to the
     maximum.

@@ -24,7 +24,7 @@ from kvboost_edge.serve_ray.routing.event_journal import Journal
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
-NUM_EXAMPLES = 400 if LONG else 60 if QUICK else 150
+NUM_EXAMPLES = 400 if LONG else 30 if QUICK else 60
 SECONDS = 10.0
 slots = st.integers(0, 2)
 key_sets = st.sets(st.integers(0, 15), max_size=6)

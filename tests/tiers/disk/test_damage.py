@@ -87,7 +87,7 @@ def test_random_bit_flips_cost_at_most_one_block(copies, scale):
     """
     draw = random.Random(1)
     names = [name for name in copies.files for _ in range(8 if name.endswith(".kvs") else 1)]
-    for number in range(scale(500, 10_000)):
+    for number in range(scale(200, 10_000)):
         copies.fresh()
         name = draw.choice(names)
         data = bytearray(copies.files[name])
@@ -104,7 +104,7 @@ def test_random_bit_flips_cost_at_most_one_block(copies, scale):
 def test_random_truncations_keep_the_blocks_before_the_cut(copies, scale):
     """A truncated segment keeps the blocks before the cut. Any other truncated file costs none."""
     draw = random.Random(2)
-    for number in range(scale(500, 10_000)):
+    for number in range(scale(200, 10_000)):
         copies.fresh()
         name = draw.choice(list(copies.files))
         data = copies.files[name]

@@ -389,6 +389,7 @@ def story(owner, reader, clock):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.some(2)
 def test_every_file_operation_of_a_reader_may_fail(name, lasting, scale):
     """The caller gets no error and no wrong byte. After the faults, the reader takes over and
     stores.

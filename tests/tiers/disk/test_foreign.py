@@ -80,7 +80,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.some(3)
+@pytest.mark.some(7)
 def test_foreign_entries_in_place_of_files_are_not_followed(root, kind, name):
     secret = root.parents[1] / "secret"
     put(space_dir(root) / name, kind, secret)

@@ -113,7 +113,7 @@ def test_killed_at_every_kind_of_call(crash, trace, tmp_path, fault, scale):
 
 def test_killed_at_random_times(crash, trace, tmp_path, scale):
     draw = random.Random(0)
-    for number in range(scale(10, 200)):
+    for number in range(scale(5, 200)):
         directory = tmp_path / str(number)
         assert crash(str(directory), draw.randrange(len(trace)), "ends_within")
         check(directory)

@@ -155,7 +155,7 @@ def test_a_chain_is_not_evicted_from_its_head():
 
 @pytest.mark.slow
 def test_the_tier_never_returns_wrong_bytes(scale):
-    count = scale(120, 10_000)
+    count = scale(60, 10_000)
     run_state_machine_as_test(
         DiskMachine, settings=settings(max_examples=count, stateful_step_count=8)
     )
