@@ -48,6 +48,12 @@ def serve_command(run: Callable[[ServeOptions], Any]) -> TyperCommand:
     return cast(TyperCommand, typer.main.get_command(app))
 
 
+@functools.cache
+def _options_command() -> TyperCommand:
+    """Return the command that only parses; building it takes longer than parsing."""
+    return serve_command(lambda options: options)
+
+
 def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     """Parse a command line.
 
@@ -55,9 +61,8 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
         SystemExit: the usage is wrong (exit code 2), or `--help` was given (0).
         ConfigError: a value is out of range.
     """
-    command = serve_command(lambda options: options)
     try:
-        found = command.main(args=list(argv), prog_name=prog, standalone_mode=False)
+        found = _options_command().main(args=list(argv), prog_name=prog, standalone_mode=False)
     except USAGE_ERROR as error:
         suggest_flag(error)
         message = error.format_message()  # type: ignore[attr-defined]
