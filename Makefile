@@ -15,7 +15,8 @@ PYTEST := $(BIN)/python -m pytest -q
 # Several worker processes run at a time; all tests of a file run in one of them. A third one uses
 # the time in which tests of two cores' workers wait for processes, browsers and timers.
 WORKERS ?= 3
-SIDE_BY_SIDE := $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Only tests marked alone use Schemathesis, whose import takes a second.
+SIDE_BY_SIDE := $(PYTEST) -p no:schemathesis -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Collecting all files takes half a minute, so calls that want few tests name the files with them.
 WITH_MARK = $(sort $(shell grep -rlE --include="test_*.py" "mark\.$(1)\b" tests))
 MEASURING := $(call WITH_MARK,alone)

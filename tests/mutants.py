@@ -90,6 +90,8 @@ def pytest_in(tree: Path, *arguments: str, timeout: float = TIMEOUT_S) -> tuple[
         "0",
         "-p",
         "no:cacheprovider",
+        # The import of Schemathesis takes a second.
+        *([] if any("schemathesis" in one for one in arguments) else ["-p", "no:schemathesis"]),
         *arguments,
     ]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
