@@ -10,6 +10,11 @@ def avoided():
     return wording.avoided_terms(wording.TERMS.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def texts():
+    return [*wording.all_texts()]
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "expected"),
     [
@@ -70,15 +75,15 @@ def test_the_page_gives_its_visible_texts(tmp_path):
     ]
 
 
-def test_every_kind_of_text_is_covered():
-    kinds = {kind for kind, _ in wording.all_texts()}
+def test_every_kind_of_text_is_covered(texts):
+    kinds = {kind for kind, _ in texts}
     assert kinds == {"messages", "page", "headings", "lists and tables"}
 
 
-def test_docs_use_the_terms_of_the_glossary(avoided):
+def test_docs_use_the_terms_of_the_glossary(avoided, texts):
     found = [
         f"{path.name}:{line}: {match}"
-        for kind, (path, line, text) in wording.all_texts()
+        for kind, (path, line, text) in texts
         if kind in ("headings", "page")
         for what, match in wording.findings(kind, text, avoided)
         if what == "avoided terms"
