@@ -161,6 +161,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.some(2)
 def test_a_template_beyond_its_limits_is_refused(name):
     started = time.thread_time()
     with pytest.raises(RequestError, match="chat template of tiny exceeded its limits: it "):
@@ -207,6 +208,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.some(2)
 def test_a_templates_memory_is_bounded(name):
     source = (
         "{% set x = 'a' * 4000000 %}{% set ns = namespace(l=[]) %}{% for i in range(100) %}"
@@ -244,6 +246,7 @@ def test_freed_texts_do_not_count():
         ),
     ],
 )
+@pytest.mark.some(2, 1)
 def test_rendering_time_is_bounded(monkeypatch, seconds, source):
     """The default limit is one second; the cases use it or a smaller one."""
     assert MAX_SECONDS == 1

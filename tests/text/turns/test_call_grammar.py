@@ -50,6 +50,7 @@ def grammar(
 
 @EACH
 @EITHER
+@pytest.mark.some(2)
 def test_calls_in_the_templates_format_are_accepted(name, markers):
     words = vocabulary(markers)
     for calls in ([PARIS], [POINT], [PING], [("get_weather", {"city": ""})]):
@@ -61,6 +62,7 @@ def test_calls_in_the_templates_format_are_accepted(name, markers):
 
 @EACH
 @EITHER
+@pytest.mark.some(2)
 def test_parallel_calls_are_accepted_if_allowed(name, markers):
     if name == "llama3":
         assert "another" not in grammar(name, markers), (
@@ -103,6 +105,7 @@ def test_invalid_calls_are_rejected(name, markers):
 
 @EACH
 @EITHER
+@pytest.mark.some(2)
 def test_text_is_free_outside_calls(name, markers):
     words = vocabulary(markers)
     for choice in ("auto", "none"):
@@ -166,7 +169,7 @@ def test_reasoning_may_precede_calls(name, markers):
 @pytest.mark.parametrize(
     ("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible"))
 )
-@pytest.mark.some(3)
+@pytest.mark.some(6)
 def test_random_text_under_the_grammar_parses_into_valid_calls(name, markers, reasoning):
     format = format_of(name)
     words = vocabulary(markers)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from conftest import LONG
 from helpers.text.chat_templates import MARKERS, format_of, written
 from helpers.text.grammars import Vocabulary
 from helpers.text.turn_parts import arguments_of, parts_of
@@ -176,6 +177,7 @@ def sampled(schema, markers, seed):
 
 @EITHER
 @pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.some(3)
 def test_random_text_under_the_grammar_parses_and_is_valid(name, markers):
     ended = 0
     for seed in range(10):
@@ -268,7 +270,7 @@ def without_not_enforced(part):
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if LONG else 100, deadline=None)
 @given(st.dictionaries(WORDS, SCHEMA_PARTS, max_size=4), st.integers(0, 99))
 def test_any_schema_is_enforced_or_refused(part, seed):
     """Text sampled from an enforced schema also matches it."""

@@ -102,7 +102,7 @@ def values(quote):
     )
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [25, pytest.param(300, marks=pytest.mark.full)])
 def test_template_output_round_trips(examples):
     settings(max_examples=examples)(given(st.data())(check_written))()
 

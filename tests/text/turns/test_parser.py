@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import LONG
 from helpers.text.chat_templates import CALLING, TOOLS, format_of, written
 from helpers.text.turn_parts import calls_of, parts_of
 from kvboost_edge.errors import RequestError
@@ -238,7 +239,7 @@ def turns(draw):
     return name, draw(st.sampled_from(["opened", "possible", "closed"])), pieces
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600 if LONG else 200, deadline=None)
 @given(turns())
 def test_any_split_gives_the_same_parts(turn):
     name, state, pieces = turn
