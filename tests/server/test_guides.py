@@ -1,6 +1,7 @@
 """Tests of the tutorial's client and the guides' commands on a real server."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,44 +17,35 @@ TUTORIAL = (ROOT / "docs/tutorial/coding-assistant.md").read_text(encoding="utf-
 METRIC = re.compile(r"`((?:kvboost|vllm|llamacpp):\w+)`")
 
 
-def test_the_tutorials_client_hits_the_cache(live_server, tmp_path):
+def test_the_tutorials_client_hits_the_cache(live_server, tmp_path, monkeypatch, capsys):
     [program] = re.findall(r"^```python\n(.*?)^```", TUTORIAL, flags=re.DOTALL | re.MULTILINE)
     assert "http://127.0.0.1:8000/v1" in program
     program = program.replace("http://127.0.0.1:8000", live_server.base_url)
     (tmp_path / "assistant.py").write_text(program, encoding="utf-8")
     text = "Doc 7.\n" + "The colour of Teamar boat is blue. The owner of Teamar boat is Dibel. " * 9
     (tmp_path / "context.txt").write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "assistant.py", "What is the colour?", "Who is the owner?"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    counts = re.findall(r"^(\d+) prompt tokens, (\d+) cached, first token", done.stdout, re.M)
+    monkeypatch.chdir(tmp_path)
+    questions = ["What is the colour?", "Who is the owner?"]
+    monkeypatch.setattr(sys, "argv", ["assistant.py", *questions])
+    runpy.run_path("assistant.py", run_name="__main__")
+    shown = capsys.readouterr().out
+    counts = re.findall(r"^(\d+) prompt tokens, (\d+) cached, first token", shown, re.M)
     (_, _), (tokens, cached) = [(int(one), int(two)) for one, two in counts]
     assert 0 < tokens - cached < 40
 
 
-def test_the_batch_program_of_the_guide_works(demo_engine, tmp_path):
+def test_the_batch_program_of_the_guide_works(demo_engine, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs/apis.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(import time\n.*?)^```", page, flags=re.DOTALL | re.M)
     guide = (ROOT / "docs/how-to/batches.md").read_text(encoding="utf-8")
     lines = re.findall(r'^ *(\{"custom_id".*)$', guide, flags=re.M)
     (tmp_path / "questions.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     with serving(demo_engine, batch_dir=tmp_path / "batches") as server:
-        done = subprocess.run(
-            [sys.executable, "-c", program.replace("http://127.0.0.1:8000", server.base_url)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=300,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("completed")
+        program = program.replace("http://127.0.0.1:8000", server.base_url)
+        (tmp_path / "batch.py").write_text(program, encoding="utf-8")
+        runpy.run_path("batch.py", run_name="__main__")
+    assert capsys.readouterr().out.startswith("completed")
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(lines) == 2
 
 
