@@ -72,7 +72,7 @@ def possible(form, path, saying):
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 @pytest.mark.parametrize("saying", SAYINGS)
-@pytest.mark.some(3)
+@pytest.mark.some(6)
 async def test_whole_and_streamed_answers_equal_the_models_output(app, speaker, form, path, saying):
     api = APIS[path]
     parts = possible(form, path, saying)
@@ -103,7 +103,7 @@ async def test_reasoning_text_and_tool_calls_are_in_the_apis_fields(app, speaker
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
-async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, path):
+async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, path, scale):
     """The limit ends the response in the reasoning, in the text, in a call's name or in its
     arguments.
     """
@@ -114,7 +114,8 @@ async def test_a_truncated_answer_has_finish_reason_length(app, speaker, form, p
     more |= {"tools": TOOLS} if path in CALLING else {}
     tokens = len(app.engine.tokenizer.encode(speaker.text, False))
     shown = []
-    for limit in (1, tokens // 3, tokens // 2, tokens - tokens // 8):
+    limits = (1, tokens - tokens // 8, tokens // 3, tokens // 2)
+    for limit in sorted(limits[: scale(2, 4)]):
         body = api.body(**more, limit=limit)
         answers = []
         for streams in (False, True):
@@ -275,6 +276,7 @@ async def test_tools_and_a_schema_allow_a_call_or_a_matching_answer(app, speaker
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CHOOSING, CALL_FORMATS), indirect=["form"])
+@pytest.mark.some(2)
 async def test_tool_choice_is_enforced(app, speaker, form, path):
     api = APIS[path]
     more = {"tools": TOOLS, "thinks": True} if form == "hermes" else {"tools": TOOLS}
@@ -295,6 +297,7 @@ async def test_tool_choice_is_enforced(app, speaker, form, path):
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CHOOSING, CALL_FORMATS), indirect=["form"])
+@pytest.mark.some(3)
 async def test_a_required_call_matches_its_schema_for_any_logits(
     app, own_logits, form, path, scale
 ):
@@ -323,7 +326,7 @@ async def test_a_required_call_matches_its_schema_for_any_logits(
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING), indirect=["form"])
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.some(3)
+@pytest.mark.some(6)
 async def test_tool_results_hit_the_generated_tokens_in_the_cache(
     app, speaker, form, path, streams
 ):
@@ -359,7 +362,7 @@ FENCED = f"```json\n{json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)}
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING, ("hermes", "words")), indirect=["form"])
 @pytest.mark.parametrize("text", [BARE, FENCED], ids=["bare", "fenced"])
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 async def test_a_tool_call_without_markers_is_recognized(app, speaker, form, path, text):
     """Small models omit the markers. The generated tokens are kept, so the next turn finds them in
     the cache.
@@ -383,11 +386,12 @@ async def test_a_tool_call_without_markers_is_recognized(app, speaker, form, pat
 
 
 @pytest.mark.parametrize("path", CALLING)
-async def test_an_example_of_a_call_stays_text(app, speaker, path):
+async def test_an_example_of_a_call_stays_text(app, speaker, path, scale):
     api = APIS[path]
-    for text in (f"{FENCED}\nThat calls it.", f"Write {BARE}", BARE.replace("weather", "rain")):
+    texts = (f"{FENCED}\nThat calls it.", f"Write {BARE}", BARE.replace("weather", "rain"))
+    for text in texts:
         speaker.text = text
-        for streams in (False, True):
+        for streams in (True, False)[: scale(1, 2)]:
             said = api.said(await api.ask(app, api.body(tools=TOOLS, limit=300), streams=streams))
             assert (said.text, said.calls, said.reason) == (text, [], "stop")
 
@@ -477,6 +481,7 @@ EARLY += [(path, True, 3) for path in ("/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize(("path", "streams", "n"), EARLY)
+@pytest.mark.some(3)
 async def test_an_error_at_the_first_token_is_reported(app, speaker, ended, path, streams, n):
     """The client gets an error status or an error event. The request releases all its resources."""
     api = APIS[path]
