@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
 from kvboost_edge.models.weights.bitnet import BitNetSource
 from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
-from kvboost_edge.models.weights.modalities import assistant_names, mtp_names
+from kvboost_edge.models.weights.modalities import assistant_names, mtp_names, text_names
+from kvboost_edge.models.weights.nvfp4 import Nvfp4Source
 from kvboost_edge.models.weights.output_head import with_found_head
 from kvboost_edge.models.weights.reordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
@@ -350,8 +351,8 @@ class Checkpoint(abc.ABC):
 
 
 class _Directory(Checkpoint):
-    """Directory with config.json, tokenizer files and safetensors (float, AWQ, GPTQ, MXFP4 or
-    BitNet).
+    """Directory with config.json, tokenizer files and safetensors (float, AWQ, GPTQ, MXFP4, NVFP4
+    or BitNet).
     """
 
     is_gguf = False
@@ -401,19 +402,26 @@ class _Directory(Checkpoint):
         layout = packed_layout(self.config)
         if layout.method == "bitnet":
             return BitNetSource(SafetensorsSource(self.path), layout)
-        return PackedQuantSource(self.path, self.config)
+        return self._open_packed(text_names)
+
+    def _open_packed(self, select: Callable[[Iterable[str]], Mapping[str, str]]) -> WeightSource:
+        """Open the tensors that `select` returns, see `SafetensorsSource`; some are quantized."""
+        layout = packed_layout(self.config)
+        if layout.method == "nvfp4":
+            return Nvfp4Source(SafetensorsSource(self.path, select=select), layout)
+        return PackedQuantSource(self.path, self.config, select=select)
 
     def _open_mtp_files(self) -> WeightSource:
         stored = self.spec.family.mtp
         assert stored is not None  # see `mtp`
         select = functools.partial(mtp_names, stored=stored, layers=len(self.spec.layers))
         if self.config.get("quantization_config"):
-            return PackedQuantSource(self.path, self.config, select=select)
+            return self._open_packed(select)
         return SafetensorsSource(self.path, select=select)
 
     def open_assistant_source(self) -> WeightSource:
         if self.config.get("quantization_config"):
-            return PackedQuantSource(self.path, self.config, select=assistant_names)
+            return self._open_packed(assistant_names)
         return SafetensorsSource(self.path, select=assistant_names)
 
     def _files(self) -> list[Path]:

@@ -100,7 +100,7 @@ FAULTS = faults(
     (
         "q3k: takes the seeds of q6k",
         "kernels/linear/weight_formats.py",
-        "has_halves = self.block_bytes > 0 and self.parts > 1",
+        "has_halves = self.shares_panel and self.parts > 1",
         "has_halves = False",
         "tests/kernels/program/test_linear.py::test_linear_equals_the_reference",
     ),
@@ -170,8 +170,8 @@ FAULTS = faults(
     (
         "narrow: padding of 1-bit codes spills into its neighbours",
         "kernels/linear/weights.py",
-        "0 if form.table or form.code_step > 1 else form.offset",
-        "0 if form.table else form.offset",
+        "0 if form.is_looked_up or form.code_step > 1 else form.offset",
+        "0 if form.is_looked_up else form.offset",
         _OF_STREAM,
     ),
     (
@@ -279,6 +279,41 @@ FAULTS = faults(
         '[*room.rglob("*.py"), *room.rglob("*.npz")]',
         'room.rglob("*.py")',
         "tests/kernels/test_jit.py",
+    ),
+    (
+        "nvfp4: scales are those of the first half of a group",
+        _LOADS,
+        "_emit_float8_as_f32(b, _at(b, scales, part, LANES))",
+        "_emit_float8_as_f32(b, _at(b, scales, int_constant(0), LANES))",
+        _OF_KERNELS,
+    ),
+    (
+        "nvfp4: embedding rows lose the factor",
+        _TOKENS,
+        "return scale * load_f32(minima_at + 2 * lane), minimum",
+        "return scale, minimum",
+        _OF_EMBED,
+    ),
+    (
+        "nvfp4: all experts take the factor of the first",
+        _SOURCE,
+        "tensor.start + 4 * number",
+        "tensor.start",
+        "tests/models/gguf/test_nvfp4.py",
+    ),
+    (
+        "nvfp4: multiplies by the factor of compressed-tensors",
+        "models/weights/nvfp4.py",
+        "1 / stored if self._divides else stored",
+        "stored",
+        "tests/models/weights/test_nvfp4.py",
+    ),
+    (
+        "nvfp4: accepts NaN as a scale",
+        "models/gguf/tensor_check.py",
+        "if bits.max() == _FLOAT8_NAN",
+        "if False",
+        "tests/models/gguf/test_finite.py",
     ),
     (
         "table: lost where rows are reordered",

@@ -32,6 +32,7 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_scales,
     emit_table,
     emit_table_pair,
+    emit_values,
 )
 from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, TABLE_OFFSET
@@ -336,9 +337,10 @@ class IntTiles:
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
         """Return the lookup table in the form that `GroupDot` expects, or None."""
-        if not self.format.table:
-            return None
-        return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
+        signed = not GroupDot(b, self.kind, self.form).seeded
+        if self.format.values:
+            return emit_values(self.format, signed=signed)
+        return emit_table(b, minima, signed=signed) if self.format.table else None
 
     def _load_pair(
         self, b: Builder, at: Value, pair: int, table: Value | None

@@ -24,14 +24,16 @@ from kvboost_edge.kernels.linear.weight_formats import (
     code_shift,
     high_shift,
 )
-from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
+from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load, emit_load_as_f32
 
-__all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair"]
+__all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair", "emit_values"]
 
 _LINE = 64
 _LINES = GROUP // 8  # lines of nibbles per group
 
 _V16S = ir.VectorType(ir.IntType(16), LANES)
+_V16H = ir.VectorType(ir.HalfType(), LANES)
+_FLOAT8_SHIFT = 7  # from the mantissa of an 8-bit float to that of a float16
 _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
 
 
@@ -71,7 +73,7 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
     """Load quads 2 * pair and 2 * pair + 1 as unsigned bytes, <16 x i32> each.
 
-    For formats with a table, use `emit_table_pair`, and with a grid, `emit_grid_pair`.
+    For formats with a table or values, use `emit_table_pair`, and with a grid, `emit_grid_pair`.
 
     Args:
         form: the weight format.
@@ -111,6 +113,15 @@ def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
     )
 
 
+def emit_values(form: WeightFormat, *, signed: bool) -> Value:
+    """Return the weights of a format's codes in the form of `emit_table`.
+
+    The offset of the format is added unless `signed`.
+    """
+    offset = 0 if signed else form.offset
+    return ir.Constant(_V64B, [value + offset for value in form.values] * 4)
+
+
 def emit_table_pair(
     b: Builder, form: str, table: Value, at: Value, pair: int
 ) -> tuple[Value, Value]:
@@ -118,7 +129,7 @@ def emit_table_pair(
 
     Args:
         form: dot-product variant, which selects the lookup instruction.
-        table: the result of `emit_table`.
+        table: the result of `emit_table` or `emit_values`.
         at: address of a group.
         pair: index of the pair.
     """
@@ -212,6 +223,10 @@ def emit_scales(
         minima: address of the tile's minima.
         part: index of the part among all parts of the tile.
     """
+    if form.float8:
+        return b.fmul(
+            _emit_float8_as_f32(b, _at(b, scales, part, LANES)), emit_load(b, V16, minima)
+        ), None
     if not form.block_bytes:
         low = (
             emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES)) if form.minima else None
@@ -238,6 +253,13 @@ def emit_scales(
     if form.minima_in_halves:
         products[1] = b.fmul(products[1], ir.Constant(V16, [1 / HALF_OFFSET] * LANES))
     return products[0], products[1] if form.minima else None
+
+
+def _emit_float8_as_f32(b: Builder, address: Value) -> Value:
+    """Load 16 8-bit floats without a sign, divide them by 2 ** 8 and convert them to float32."""
+    loaded = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
+    bits = b.shl(b.zext(loaded, _V16S), ir.Constant(_V16S, [_FLOAT8_SHIFT] * LANES))
+    return b.fpext(b.bitcast(bits, _V16H), V16)
 
 
 def _emit_nibbles_as_f32(b: Builder, address: Value) -> list[Value]:

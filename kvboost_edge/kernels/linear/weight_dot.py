@@ -87,9 +87,9 @@ class GroupDot:
         self.form = "neon" if form == "i8mm" else form  # `PairDot` takes pairs of tokens
         # Variants "avx2" and "plain" sum codes of less than 8 bits in 16 bits. All 8 quads of a
         # group of codes up to 4 bits fit, because their sum is at most 8 * 2 * 15 * 127 = 30,480.
-        # With 5-bit codes 4 quads fit, with 6-bit codes 2.
+        # With 5-bit codes and the values of nvfp4 4 quads fit, with 6-bit codes 2.
         self._short = self.form in ("avx2", "plain") and not self._format.is_wide
-        self._quads = _SHORT_MOST // (2 * self._format.largest_code * 127)
+        self._quads = _SHORT_MOST // (2 * self._format.largest_operand * 127)
         # These variants sum weights as stored. `sdot` can take codes of less than 8 bits because
         # they are valid signed bytes. With 4-bit codes, subtracting the offset is as fast.
         self.seeded = (

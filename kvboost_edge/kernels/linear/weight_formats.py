@@ -54,6 +54,14 @@ A group, or each of its two parts, consists of
 Bits start with the lowest of a byte. A scale is a nibble. If a group has one scale, those of two
 rows share a byte, the first row in the low nibble. If it has two, those of a row share a byte.
 
+nvfp4 stores codes like int4, and has two scales per group, 8-bit floats without a sign (E4M3: 4
+bits of exponent, 3 bits of mantissa). Instead of minima, each row has a factor:
+
+    float8 scales [2][16], one per half     float32 factors [16] per tile, times 2 ** 7
+    weight: factor * scale / 2 * E2M1[code]
+
+A scale's bits, shifted left by 7, are the float16 number scale / 2 ** 8.
+
 Packed files align the codes, scales and minima of each matrix to 64 bytes.
 """
 
@@ -70,6 +78,8 @@ from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F32, LANES
 
 __all__ = [
     "BLOCK_GROUPS",
+    "E2M1",
+    "FACTOR_SCALE",
     "FORMATS",
     "FORMAT_OF",
     "GROUP",
@@ -105,6 +115,12 @@ MAX_KINDS = 32
 HALF_OFFSET = 32
 TABLE_OFFSET = 128
 """Code offsets of formats with two parts and with a table; see panel.py for their seeds."""
+
+
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each 4-bit float (E2M1), by its bits."""
+FACTOR_SCALE = 2.0**7
+"""Stored factor of a row over its own, in formats with 8-bit float scales."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +167,8 @@ class WeightFormat:
         parts: number of parts of a group that have their own scales, 1 or 2.
         minima: True if a minimum is subtracted from the scaled code; such codes have no offset.
         table: True if codes are looked up in a table.
+        values: weights of all codes before scaling, if they are the same for all matrices.
+        float8: True if scales are 8-bit floats, and each row has a float32 factor.
         grid: the indices, if codes are looked up in a grid; `bits` are those of a looked up code.
         block_bytes: bytes per block of 256 inputs in the file, or 0 if scales are float16.
         fit: parameters for quantizing floats; None if weights can only come from files in this
@@ -166,6 +184,8 @@ class WeightFormat:
     parts: int = 1
     minima: bool = False
     table: bool = False
+    values: tuple[int, ...] = ()
+    float8: bool = False
     grid: GridCodes | None = None
     block_bytes: int = 0
     fit: QuantizationFit | None = None
@@ -193,12 +213,12 @@ class WeightFormat:
     @property
     def shares_panel(self) -> bool:
         """True if matrices of this format read panels with seeds, which all such formats share."""
-        return self.block_bytes > 0 or self.table
+        return self.block_bytes > 0 or self.is_looked_up
 
     @property
     def is_looked_up(self) -> bool:
         """True if weights come from a table or a grid, where they have no offset."""
-        return self.table or self.grid is not None
+        return self.table or bool(self.values) or self.grid is not None
 
     @property
     def index_bits(self) -> int:
@@ -231,12 +251,17 @@ class WeightFormat:
         return ((1 << self.bits) - 1) * self.code_step
 
     @property
+    def largest_operand(self) -> int:
+        """Largest unsigned byte that kernels multiply; not meaningful for wide formats."""
+        return self.offset + max(self.values) if self.values else self.largest_code
+
+    @property
     def seed_shift(self) -> int:
         """Binary logarithm of the seeds in a panel over those of the format; see panel.py.
 
         It is negative if those of the format are larger.
         """
-        has_halves = self.block_bytes > 0 and self.parts > 1
+        has_halves = self.shares_panel and self.parts > 1
         if not (has_halves and self.offset):
             return 0
         return HALF_OFFSET.bit_length() - self.offset.bit_length()
@@ -278,7 +303,7 @@ class WeightFormat:
     @property
     def scale_inputs(self) -> int:
         """Number of inputs that share a scale."""
-        return GROUP * self.scale_groups
+        return GROUP * self.scale_groups // self.parts
 
     @property
     def scale_log(self) -> int:
@@ -291,31 +316,33 @@ class WeightFormat:
 
     @property
     def minima_size(self) -> int:
-        """Bytes of the minima, block scales or table of 16 rows."""
+        """Bytes of the minima, block scales, factors or table of 16 rows."""
         if self.table:
             return TABLE_BYTES
+        if self.float8:
+            return 4 * LANES
         return 2 * LANES * (self.minima + (self.block_bytes > 0))
 
     @property
     def minima_log(self) -> int:
         """Binary logarithm of the number of groups that share `minima_size` bytes.
 
-        It is 62 for a table, which all groups share.
+        It is 62 for a table or factors, which all groups share.
         """
-        if self.table:
+        if self.table or self.float8:
             return 62
         return _BLOCK_LOG if self.block_bytes else 0
 
     def minima_bytes(self, groups: int) -> int:
-        """Return the size in bytes of a tile's minima, block scales or table."""
+        """Return the size in bytes of a tile's minima, block scales, factors or table."""
         return -(-groups >> self.minima_log) * self.minima_size
 
 
 # int1-g128 holds GGUF's Q1_0, int2-g64 holds Q2_0, and int2-g256 holds TQ1_0 and TQ2_0. Their names
 # end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
 # AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
-# as float16. int5 holds Q5_0, and int5-asym Q5_1. q2k to q6k hold GGUF's k-quants, and iq2xxs to
-# iq3s its types of these names.
+# as float16. int5 holds Q5_0, and int5-asym Q5_1. nvfp4 holds NVFP4. q2k to q6k hold GGUF's
+# k-quants, and iq2xxs to iq3s its types of these names.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
@@ -385,6 +412,7 @@ FORMATS = {
             fit=QuantizationFit((-0.5, 0.375, 1.25, 2.125, 3.0), 3),
             exact_in=("int5-asym",),
         ),
+        WeightFormat("nvfp4", kind=22, bits=4, offset=16, parts=2, values=E2M1, float8=True),
         WeightFormat("q4k", kind=6, bits=4, minima=True, block_bytes=144, exact_in=("q5k",)),
         WeightFormat("int5", kind=10, bits=5, offset=16, exact_in=("int5-asym", "int8")),
         WeightFormat("int5-asym", kind=11, bits=5, minima=True),
@@ -451,7 +479,7 @@ def scale_bytes(kind: int, groups: int) -> Any:
 
 @kernel
 def minima_bytes(kind: int, groups: int) -> Any:
-    """Return the size in bytes of a tile's minima, block scales or table."""
+    """Return the size in bytes of a tile's minima, block scales, factors or table."""
     return -(-groups >> _MINIMA_LOG[kind]) * _MINIMA_SIZE[kind]
 
 

@@ -15,6 +15,7 @@ from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.linear.least_squares import fit_group
 from kvboost_edge.kernels.linear.weight_formats import (
+    FACTOR_SCALE,
     FORMATS,
     GROUP,
     TABLE_BYTES,
@@ -58,7 +59,7 @@ class PackedRows(NamedTuple):
     Attributes:
         codes: codes, or floats.
         scales: scales.
-        minima: minima, block scales or tables.
+        minima: minima, block scales, factors or tables.
         error: sum of (weight - stored weight)^2; 0 if stored exactly.
         energy: sum of weight^2; 0 if stored exactly.
     """
@@ -117,15 +118,17 @@ def pack_codes(
     minima: npt.NDArray[np.float16] | None,
     name: str,
     table: npt.NDArray[np.int8] | None = None,
+    factors: Floats | None = None,
 ) -> PackedRows:
     """Pack rows that are already quantized, without changing them.
 
     Args:
-        codes: uint8 [rows, inputs], including the format's offset.
-        scales: float16 [rows, scales], one for each `scale_groups` groups.
+        codes: uint8 [rows, inputs], including the format's offset, if it has codes with an offset.
+        scales: float16 [rows, scales], one for each `scale_inputs` inputs.
         minima: float16 [rows, groups], or None.
         name: name of the weight format.
         table: int8 [16], the values of the codes; only for formats with a table.
+        factors: float32 [rows]; only for formats with 8-bit float scales.
 
     Raises:
         ConfigError: the arrays do not match the format.
@@ -143,6 +146,9 @@ def pack_codes(
     if (table is not None) != form.table or (table is not None and table.shape != (TABLE_BYTES,)):
         shape = "without a table" if table is None else f"with a table of shape {table.shape}"
         raise ConfigError(f"codes of {name!r} cannot be packed {shape}")
+    if (factors is not None) != form.float8:
+        given = "with" if factors is not None else "without"
+        raise ConfigError(f"codes of {name!r} cannot be packed {given} factors")
     limit = form.largest_code
     if codes.size and int(codes.max()) > limit:
         raise ConfigError(
@@ -153,14 +159,17 @@ def pack_codes(
     packed = _empty(rows, inputs, name)
     padded = np.ascontiguousarray(codes)
     if padded.shape != (tiles * LANES, groups * GROUP):
-        zero = 0 if form.table or form.code_step > 1 else form.offset
+        zero = 0 if form.is_looked_up or form.code_step > 1 else form.offset
         padded = np.full((tiles * LANES, groups * GROUP), zero, dtype=np.uint8)
         padded[:rows, :inputs] = codes
     room = np.empty(GROUP // 4 * LANES, np.uint32)
     _store_words(padded.view(np.uint32), packed.codes.view(np.uint32), form.bits, room)
     if table is not None:
         packed.minima.reshape(tiles, TABLE_BYTES)[:] = table.astype(np.int8).view(np.uint8)
-    count = -(-groups // form.scale_groups)
+    if factors is not None:
+        packed.minima.view(np.float32)[:] = 0
+        packed.minima.view(np.float32)[:rows] = factors * np.float32(FACTOR_SCALE)
+    count = -(-groups // form.scale_groups) * form.parts
     for target, values in ((packed.scales, scales), (packed.minima, minima)):
         if values is not None:
             if values.shape != (rows, count):
@@ -169,12 +178,24 @@ def pack_codes(
                 )
             wide = np.zeros((tiles * LANES, count), dtype=np.float16)
             wide[:rows] = values
+            halves = np.ascontiguousarray(wide.reshape(tiles, LANES, count).transpose(0, 2, 1))
             target[:] = (
-                np.ascontiguousarray(wide.reshape(tiles, LANES, count).transpose(0, 2, 1))
-                .reshape(-1)
-                .view(np.uint8)
-            )
+                _float8_bits(halves, name) if form.float8 else halves.view(np.uint8)
+            ).reshape(-1)
     return packed
+
+
+def _float8_bits(halves: npt.NDArray[np.float16], name: str) -> Bytes:
+    """Return the bits of 8-bit floats whose halves are given.
+
+    Raises:
+        ConfigError: a number is not half an 8-bit float without a sign.
+    """
+    bits = (halves * np.float16(1 / FACTOR_SCALE)).view(np.uint16)
+    found = (bits >> np.uint16(7)).astype(np.uint8)
+    if (found.astype(np.uint16) << np.uint16(7) != bits).any() or (found > 127).any():
+        raise ConfigError(f"scales of {name!r} must be half of 8-bit floats (E4M3) without a sign")
+    return found
 
 
 def _empty(rows: int, inputs: int, name: str) -> PackedRows:

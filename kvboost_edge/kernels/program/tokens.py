@@ -14,6 +14,7 @@ from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
 from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
+    E2M1,
     FORMATS,
     GROUP,
     INT_KINDS,
@@ -51,6 +52,7 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES, _LARGEST_CODE, _SCALE_LOG
         *("largest_code", "scale_log"),
     )
 )
+_FLOAT8 = per_kind("float8")
 _INDEX_BITS, _ENTRY_WEIGHTS, _EIGHTHS, _SCALE_SIZE = (
     per_kind(name) for name in ("index_bits", "entry_weights", "eighths", "scale_size")
 )
@@ -59,6 +61,11 @@ _GRIDS = {form.kind: grid_of(form.name).reshape(-1) for form in FORMATS.values()
 _GRID_BYTES = np.concatenate(list(_GRIDS.values()))
 _GRID_START = np.zeros(max(_GRIDS) + 1, dtype=np.int64)
 _GRID_START[list(_GRIDS)] = np.cumsum([0, *(grid.size for grid in _GRIDS.values())])[:-1]
+# Weights of the codes of formats with values, and 8-bit floats divided by 2 ** 8, by their bits.
+_VALUES = np.array(E2M1, dtype=np.int64)
+_FLOAT8_VALUES = (
+    (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16).astype(np.float32)
+)
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 per piece of a row
 # Tokens per unit. Neighbouring tokens share cache lines of a panel, so one token per unit causes
@@ -180,6 +187,9 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
     scale_at += (group >> _SCALE_LOG[kind]) * _SCALE_SIZE[kind]
     minima_at = matrix.minima + tile * minima_bytes(kind, groups) + 2 * lane
     minimum = np.float32(0.0)
+    if _FLOAT8[kind] != 0:
+        scale = _FLOAT8_VALUES[_load_byte(scale_at + part * LANES + lane) & 127]
+        return scale * load_f32(minima_at + 2 * lane), minimum
     if _BLOCK_BYTES[kind] == 0:
         if _MINIMA[kind] != 0:
             minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16)
@@ -217,7 +227,8 @@ def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
         groups = (count + GROUP - 1) // GROUP
         has_table = _TABLE[kind] != 0
         has_grid = _INDEX_BITS[kind] != 0
-        offset = 0 if has_table or has_grid else _OFFSET[kind]
+        has_values = _FLOAT8[kind] != 0
+        offset = 0 if has_table or has_grid or has_values else _OFFSET[kind]
         for index in range(count):
             group = index // GROUP
             place = index % GROUP
@@ -231,6 +242,8 @@ def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
             if has_table:
                 code = _load_byte(matrix.minima + tile * minima_bytes(kind, groups) + code)
                 code -= 256 if code > 127 else 0
+            elif has_values:
+                code = _VALUES[code]
             value = fma_f32(np.float32(code - offset), scale, -minimum) * op.factor
             store_f32(out + 4 * index, value)
     else:

@@ -8,7 +8,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 - int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
-- block formats (q2k to q6k, iq2xxs to iq3s) and int4t: see linear/weight_formats.py.
+- block formats (q2k to q6k, iq2xxs to iq3s), nvfp4 and int4t: see linear/weight_formats.py.
 
 Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
@@ -35,6 +35,8 @@ __all__ = [
     "unpack_block_codes",
     "unpack_block_scales",
     "unpack_codes",
+    "unpack_e2m1_codes",
+    "unpack_float8_scales",
     "unpack_floats",
     "unpack_scales",
     "unpack_table_codes",
@@ -91,7 +93,7 @@ def pack_panel(
     if fine:
         first = np.rint(codes / _FINE_BASE).astype(np.int16)
         planes = [first, codes - np.int16(_FINE_BASE) * first]
-    in_blocks = kind in ("q2k", "q3k", "q4k", "q5k", "q6k", "int4t", *_GRIDS)
+    in_blocks = kind in ("q2k", "q3k", "q4k", "q5k", "q6k", "int4t", "nvfp4", *_GRIDS)
     if in_blocks or kind in ("int4-asym", "int5-asym"):
         terms = (-(sums.astype(np.float32) * scales)).view(np.int32)
     else:
@@ -154,6 +156,43 @@ def unpack_table_codes(
     wide = tables.view(np.int8).reshape(-1, 16).repeat(_LANES, axis=0)
     found: npt.NDArray[np.int8] = np.take_along_axis(wide, codes, axis=1)
     return found
+
+
+def unpack_e2m1_codes(
+    packed: npt.NDArray[np.uint8], rows: int, inputs: int
+) -> npt.NDArray[np.int8]:
+    """Return twice the 4-bit floats of an nvfp4 matrix, int8 [padded rows, padded inputs]."""
+    bits = unpack_codes(packed, rows, inputs, 4).astype(np.int64) + 8
+    exponent, mantissa = bits >> 1 & 3, bits & 1
+    twice = np.where(exponent == 0, mantissa, (2 + mantissa) << np.maximum(exponent, 1) - 1)
+    return np.where(bits >= 8, -twice, twice).astype(np.int8)
+
+
+def unpack_float8_scales(
+    packed: npt.NDArray[np.uint8], factors: Floats, rows: int, inputs: int
+) -> Floats:
+    """Return half the 8-bit scales of an nvfp4 matrix times the factor of each row.
+
+    Args:
+        packed: uint8 [tiles][groups][2][16].
+        factors: float32 [padded rows], times 2 ** 7.
+        rows: number of rows.
+        inputs: number of inputs.
+
+    Returns:
+        float32 [padded rows, 2 * groups].
+    """
+    tiles = -(-rows // _LANES)
+    bits = packed.reshape(tiles, -1, _LANES).transpose(0, 2, 1).reshape(tiles * _LANES, -1)
+    exponent, mantissa = bits >> 3 & 15, (bits & 7).astype(np.float64)
+    scales = np.where(
+        exponent == 0,
+        mantissa / 2**9,
+        (1 + mantissa / 8) * 2.0 ** (exponent.astype(np.float64) - 7),
+    )
+    own = (factors.astype(np.float64) / 2**7)[:, None]
+    found: Floats = (scales / 2 * own).astype(np.float32)
+    return found[:, : 2 * -(-inputs // _GROUP)]
 
 
 def unpack_block_codes(

@@ -18,6 +18,8 @@ from kvboost_edge.kernels.reference.linear import (
     unpack_block_codes,
     unpack_block_scales,
     unpack_codes,
+    unpack_e2m1_codes,
+    unpack_float8_scales,
     unpack_floats,
     unpack_scales,
     unpack_table_codes,
@@ -36,6 +38,12 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
             packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs
         )
     form = FORMATS[weights]
+    if form.float8:
+        codes = unpack_e2m1_codes(packed.codes, rows, inputs).astype(np.float32)
+        factors = packed.minima.view(np.float32)
+        scales = unpack_float8_scales(packed.scales, factors, rows, inputs)
+        found: Floats = codes * scales.repeat(form.scale_inputs, axis=1)
+        return found[:rows, :inputs]
     if form.block_bytes:
         codes = unpack_block_codes(packed.codes, rows, inputs, weights).astype(np.float32)
         scales, offsets = unpack_block_scales(

@@ -1,4 +1,4 @@
-"""Quantization configs of checkpoints: AWQ, GPTQ and MXFP4 with 4-bit weights, and BitNet."""
+"""Quantization configs of checkpoints: AWQ, GPTQ, MXFP4 and NVFP4 with 4 bits, and BitNet."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.registry import FAMILIES
 
-__all__ = ["GROUP", "PackedLayout", "packed_layout"]
+__all__ = ["GROUP", "NVFP4_METHODS", "PackedLayout", "packed_layout"]
 
 GROUP = 32
 """Inputs per scale in the packed formats. The group size of a checkpoint must be a multiple of it.
 """
+
+NVFP4_METHODS = {
+    "modelopt": ("quant_algo", "NVFP4"),
+    "compressed-tensors": ("format", "nvfp4-pack-quantized"),
+}
+"""Methods of NVFP4 checkpoints, with the setting that declares NVFP4."""
+_METHODS = ("awq", "gptq", "mxfp4", "bitnet", *NVFP4_METHODS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,10 +28,10 @@ class PackedLayout:
     """Layout of a checkpoint's codes.
 
     Attributes:
-        method: "awq", "gptq", "mxfp4" or "bitnet".
+        method: "awq", "gptq", "mxfp4", "nvfp4" or "bitnet".
         group_size: number of inputs that share a scale; not used by "bitnet".
         zero_offset: number to add to the stored zero points.
-        divides: True if weights are codes divided by the stored scale (BitNet).
+        divides: True if weights are divided by the stored scale of the matrix (BitNet, NVFP4).
         is_online: True if the files contain floats that become ternary when they are read (BitNet).
     """
 
@@ -47,10 +54,10 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
             f"quantization_config must be an object, got {type(settings).__name__}"
         )
     method = settings.get("quant_method")
-    if method not in ("awq", "gptq", "mxfp4", "bitnet"):
+    if method not in _METHODS:
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not supported by the native runner "
-            "(supported: awq, gptq, mxfp4, bitnet)"
+            f"(supported: {', '.join(_METHODS)})"
         )
     of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
     if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
@@ -64,6 +71,10 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
         return PackedLayout("mxfp4", GROUP, 0)
     if method == "bitnet":
         return _bitnet_layout(config, settings)
+    if method in NVFP4_METHODS:
+        key, value = NVFP4_METHODS[method]
+        _allow(settings, key, (value,))
+        return PackedLayout("nvfp4", 16, 0, divides=method == "compressed-tensors")
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"
     group_size = settings.get(key)

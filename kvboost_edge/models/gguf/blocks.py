@@ -23,6 +23,9 @@ Types whose 4-bit codes are indices into a table become int4t, with a float16 sc
     IQ4_XS   float16 d, 6-bit scales of 8 groups, codes   d * (scale - 32) * table[code]
     MXFP4    exponent byte e, codes                       2 ** (e - 128) * table[code]
 
+NVFP4 becomes nvfp4, exactly. Its blocks of 64 weights have four 8-bit floats (E4M3), the scales of
+16 weights each, and 4-bit floats as codes. A tensor may have a factor, see `source.py`.
+
 The conversion of IQ4_NL is exact. MXFP4 is exact where the scale can be represented as a float16.
 IQ4_XS is rounded.
 """
@@ -38,6 +41,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.grids import grid_of
+from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.weight_source import QuantRows
 
@@ -76,6 +80,9 @@ _TWOS_OF = (
 _DIGITS = np.stack(
     [(_BYTES * np.uint8(3**n)).astype(np.uint16) * np.uint16(3) >> np.uint16(8) for n in range(5)]
 ).astype(np.uint8)
+# Half of each 8-bit float, by its bits. llama.cpp ignores the sign, and takes the NaN for 0.
+_FLOAT8 = (np.arange(256, dtype=np.uint16) << np.uint16(7) & np.uint16(0x3FFF)).view(np.float16)
+_FLOAT8 = np.where(_BYTES == 0x7F, np.float16(0), _FLOAT8 * np.float16(2**7)).astype(np.float16)
 _NL = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
 )
@@ -96,6 +103,7 @@ class BlockFormat(NamedTuple):
         count_lost: function of blocks -> number of groups whose weights become 0, because the scale
             is too small for a float16. Types with this function may also have scales that are too
             large.
+        float8: byte offsets of the 8-bit floats (E4M3) in a block, which must not be NaN.
     """
 
     weights: int
@@ -107,6 +115,7 @@ class BlockFormat(NamedTuple):
     codes: Callable[[Bytes], tuple[Bytes, Halves, Halves | None]] | None = None
     table: Table | None = None
     count_lost: Callable[[Bytes], int] | None = None
+    float8: tuple[int, ...] = ()
 
 
 TYPE_NAMES: dict[int, str] = {
@@ -163,7 +172,6 @@ _REFUSED = {
         "it is a type of Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file, or the safetensors of "
         "this model"
     ),
-    "NVFP4": (f"it has an 8-bit scale per 16 weights, which no packed format supports; {_INSTEAD}"),
     **dict.fromkeys(
         ("Q8_1", "Q8_K"), "it is a format for intermediate results, not for files; use another file"
     ),
@@ -447,6 +455,20 @@ def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
     return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
 
 
+def _nvfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
+    """Return codes and scales; the low nibbles of 8 bytes come first, then their high nibbles."""
+    words = np.ascontiguousarray(blocks[:, 4:]).view(np.uint64)
+    both = np.stack([words & _LOW, words >> np.uint64(4) & _LOW], axis=2)
+    return both.view(np.uint8).reshape(len(blocks), 64), np.take(_FLOAT8, blocks[:, :4]), None
+
+
+def _nvfp4(blocks: Bytes) -> Floats:
+    codes, scales, _ = _nvfp4_codes(blocks)
+    weights = np.take(np.array(E2M1, np.float32), codes).reshape(-1, 4, 16)
+    found: Floats = scales.astype(np.float32)[:, :, None] * weights
+    return found
+
+
 def _nibble_scales(pairs: Bytes) -> Floats:
     """Return 2 * scale + 1 for 4-bit scales, low nibbles first, [blocks, 2 * bytes]."""
     nibbles = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2)
@@ -645,6 +667,7 @@ BLOCKS: dict[str, BlockFormat] = {
         mxfp4.TABLE,
         lambda b: mxfp4.count_lost(b[:, 0], b[:, 1:]),
     ),
+    "NVFP4": BlockFormat(64, 36, "nvfp4", True, (), _nvfp4, _nvfp4_codes, float8=(0, 1, 2, 3)),
     "TQ1_0": _as_narrow(256, 54, "int2-g256", 52, _threes),
     "TQ2_0": _as_narrow(256, 66, "int2-g256", 64, _twos),
     "Q1_0": _as_narrow(128, 18, "int1-g128", 0, partial(_looked_up, _ONES_OF)),

@@ -1,9 +1,15 @@
-"""Tensors of a GGUF file under transformers' names and with rows in transformers' order."""
+"""Tensors of a GGUF file under transformers' names and with rows in transformers' order.
+
+An NVFP4 tensor "m.weight" may have a factor of all weights, the F32 tensor "m.scale" or
+"m.weight.scale", with one number, or one for each expert. "m.input_scale" is not used, because it
+is a factor of activations.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +32,7 @@ from kvboost_edge.models.gguf.tensor_names import (
 )
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LostWeights
-from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
+from kvboost_edge.models.weights.split_experts import ExpertRows, expert_number, expert_rows
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
 
 __all__ = [
@@ -51,6 +57,11 @@ Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
 _PLAIN_NORM = ".linear_attn.norm.weight"  # norm weights stored without an offset
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
+_WEIGHT = ".weight"
+# Endings that replace ".weight" in the names of factors, and of tensors that are not used.
+_FACTORS = (".weight.scale", ".scale")
+_UNUSED_FACTORS = (".weight.input_scale", ".input_scale")
+_FACTOR_TYPE = "NVFP4"  # type of the tensors that may have a factor
 # Architectures that only other programs write -> reason why they are not supported.
 _OTHER_PROGRAMS = {
     "bitnet-b1.58": "it is an architecture of bitnet.cpp; use the safetensors of this model"
@@ -121,6 +132,8 @@ class GgufSource:
         self.architecture = architecture_of(header)
         self._heads = _head_counts(header, self.architecture) if self.architecture.permuted else {}
         self._tensors: dict[str, GgufTensor] = {}
+        pieces: dict[str, list[str]] = {}  # names here, by name of the tensor with them
+        factors: list[str] = []
         layers = own_layers(header)
         if mtp and (count := count_ahead(header.tensors, layers)) > 1:
             raise ModelFormatError(
@@ -136,19 +149,21 @@ class GgufSource:
                 continue
             found = (mtp_name if mtp else hf_name)(self.architecture, name)
             if found is None:
-                raise ModelFormatError(
-                    f"{self._path}: tensor {name!r} is not supported for the architecture "
-                    f"{header.value('general.architecture', str)}"
-                )
+                factors.append(name)
+                continue
             for piece in expert_rows(found, tensor.shape) or [ExpertRows(found, 0, tensor.shape)]:
                 if piece.name in self._tensors:
                     raise ModelFormatError(
                         f"{self._path}: tensor {name!r} duplicates {piece.name!r}"
                     )
+                pieces.setdefault(name, []).append(piece.name)
                 start, stop = piece.bytes_in(tensor.start, tensor.stop, tensor.shape)
                 self._tensors[piece.name] = dataclasses.replace(
                     tensor, shape=piece.shape, start=start, stop=stop
                 )
+        self._factors: dict[str, tuple[GgufTensor, int]] = {}
+        for name in factors:
+            self._add_factor(name, pieces)
         self._lock = threading.Lock()
         self._lost = LostWeights()
         self._users = 0
@@ -195,6 +210,8 @@ class GgufSource:
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
         values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
+        if name in self._factors:
+            values = values * self._factor(name)
         if (
             self.architecture.norm_offset
             and name.endswith("norm.weight")
@@ -209,7 +226,7 @@ class GgufSource:
         block = BLOCKS[tensor.type]
         found = quant_rows_of(tensor.type, data)
         if block.count_lost is None:
-            return found
+            return found._replace(factor=float(self._factor(name)))
         if not np.isfinite(found.scales).all():
             raise ModelFormatError(
                 f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504, the limit "
@@ -238,6 +255,48 @@ class GgufSource:
             if not self._files:
                 self._files = open_stamped(self.header.parts, "header")
             return self._files
+
+    def _add_factor(self, name: str, pieces: Mapping[str, Sequence[str]]) -> None:
+        """Note the factor of a tensor.
+
+        Args:
+            name: name of a tensor without a name in transformers.
+            pieces: names here of the tensors of the model.
+        """
+        ending = next((one for one in (*_FACTORS, *_UNUSED_FACTORS) if name.endswith(one)), "")
+        base = name.removesuffix(ending) + _WEIGHT if ending else ""
+        if base not in pieces:
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} is not supported for the architecture "
+                f"{self.header.value('general.architecture', str)}"
+            )
+        if ending in _UNUSED_FACTORS:
+            return
+        tensor = self.header.tensors[name]
+        numbers = [expert_number(piece) or 0 for piece in pieces[base]]
+        count = max(numbers) + 1
+        known = self.header.tensors[base].type
+        if known != _FACTOR_TYPE or tensor.type != "F32" or tensor.shape != (count,):
+            raise ModelFormatError(
+                f"{self._path}: tensor {name!r} ({tensor.type} {tensor.shape}) is a factor of "
+                f"{base!r} ({known}); factors must be F32 with {count} numbers, of tensors of type "
+                f"{_FACTOR_TYPE}"
+            )
+        for piece, number in zip(pieces[base], numbers, strict=True):
+            if piece in self._factors:
+                raise ModelFormatError(
+                    f"{self._path}: tensor {name!r} is a second factor of {base!r}"
+                )
+            self._factors[piece] = tensor, number
+
+    def _factor(self, name: str) -> np.float32:
+        """Return the factor of a tensor's weights."""
+        if name not in self._factors:
+            return np.float32(1)
+        tensor, number = self._factors[name]
+        found = np.empty(1, dtype="<f4")
+        self._opened()[tensor.part].read_into(found.view(np.uint8), tensor.start + 4 * number)
+        return np.float32(found[0])
 
     def _tensor(self, name: str) -> GgufTensor:
         found = self._tensors.get(name)

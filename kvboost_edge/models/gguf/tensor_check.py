@@ -16,7 +16,7 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import recall, remember
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.config.spec import Describe
-from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.blocks import BLOCKS, BlockFormat
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.finite_check import first_non_finite
@@ -27,6 +27,7 @@ __all__ = ["check_gguf"]
 
 _CHUNK_BYTES = 1 << 18  # fits in the L2 cache
 _EXPONENT = np.uint16(0x7C00)  # exponent of NaN and infinity, with all bits set
+_FLOAT8_NAN = np.uint8(0x7F)  # NaN of an 8-bit float (E4M3), without the sign
 
 
 def check_gguf(
@@ -102,20 +103,21 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
             done = source.read_into(part.data, start)
             if done < len(part):
                 raise OSError(f"the file ends {tensor.stop - start - done} bytes early")
-            found = _first_non_finite_half(part.reshape(-1, block.nbytes), block.halves)
+            found = _first_non_finite(part.reshape(-1, block.nbytes), block)
             if found is not None:
                 return (start - tensor.start) // block.nbytes + found
     return None
 
 
-def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
-    """Return the index of the first block with a NaN or infinite float16, or None.
+def _first_non_finite(blocks: npt.NDArray[np.uint8], block: BlockFormat) -> int | None:
+    """Return the index of the first block with a NaN or infinite number, or None.
 
     Args:
         blocks: uint8 [blocks, bytes of a block].
-        halves: byte offsets of the float16 numbers in a block.
+        block: the format of the blocks.
     """
-    exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
-    if all(bits.max() < _EXPONENT for bits in exponents):
-        return None
-    return int(np.argmax(np.any([bits == _EXPONENT for bits in exponents], axis=0)))
+    exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in block.halves]
+    bytes_of = [blocks[:, at] & _FLOAT8_NAN for at in block.float8]
+    found = [bits == _EXPONENT for bits in exponents if bits.max() == _EXPONENT]
+    found += [bits == _FLOAT8_NAN for bits in bytes_of if bits.max() == _FLOAT8_NAN]
+    return int(np.argmax(np.any(found, axis=0))) if found else None

@@ -48,12 +48,14 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
     stored = source.rows(name, 0, rows)
     if holds_exactly(kind, source.kind(name)):
         packed = source.quant_rows(name, 0, rows)
-        if packed.table is not None:
-            codes = packed.table[packed.codes].astype(np.float32)
+        table = packed.table if packed.table is not None else FORMATS[packed.kind].values
+        if len(table):
+            codes = np.take(np.array(table, np.float32), packed.codes)
         else:
             codes = packed.codes.astype(np.float32) - FORMATS[packed.kind].offset
         inputs = FORMATS[packed.kind].scale_inputs
         values = np.repeat(packed.scales.astype(np.float32), inputs, axis=1)[:, :width] * codes
+        values = values * np.float32(packed.factor)
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
         error = float(np.square(values - stored).sum())

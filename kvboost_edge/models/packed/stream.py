@@ -220,6 +220,15 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
     if form.block_bytes:
         blocks = [_stored(source, *part, entry.kind).codes for part in piece.parts]
         return pack_blocks(_joined(blocks), entry.kind)
+    if form.float8:
+        stored = [_stored(source, *part, entry.kind) for part in piece.parts]
+        return pack_codes(
+            _joined([rows.codes for rows in stored]),
+            _joined([rows.scales for rows in stored]),
+            None,
+            entry.kind,
+            factors=_joined([np.full(len(rows.codes), rows.factor, np.float32) for rows in stored]),
+        )
     if form.table:
         # The rows belong to one tensor, because in these entries tensors start at tile boundaries
         # and pieces end there.

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.linear.weight_formats import E2M1
+
 __all__ = ["TABLE", "LostWeights", "count_lost", "float_scales", "half_scales"]
 
 _LOG = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-TABLE = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=np.int8)
+TABLE = np.array(E2M1, dtype=np.int8)
 """Weight of each code, which is twice its E2M1 value."""
 # Weights below this limit may become 0, because their scale is too small for a float16.
 _LEAST_WEIGHT = 12 * 2.0**-25

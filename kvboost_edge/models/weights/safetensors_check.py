@@ -36,9 +36,10 @@ _DATA_PER_HEADER = 4
 # not read it.
 _MASK_CONSTANT = ".masked_bias"
 # Weights per element in packed tensors, by the last word of the name and the dtype: AWQ and GPTQ,
-# MXFP4, then BitNet, which packs rows.
-_BITNET = ("weight", "U8")
-_PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2, _BITNET: 4}
+# MXFP4, NVFP4 of compressed-tensors and of ModelOpt. BitNet packs 4 rows, under ModelOpt's name.
+_WHOLE = ("weight", "U8")
+_PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2, ("packed", "U8"): 2, _WHOLE: 2}
+_BITNET_ROWS = 4
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -92,8 +93,13 @@ def check_weights(
                 )
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
+    settings = config.get("quantization_config")
+    is_bitnet = isinstance(settings, Mapping) and settings.get("quant_method") == "bitnet"
     check_shapes(
-        {name: (path, _unpacked_shape(entry)) for name, (path, entry) in entries.items()},
+        {
+            name: (path, _unpacked_shape(entry, is_bitnet=is_bitnet))
+            for name, (path, entry) in entries.items()
+        },
         config,
         directory,
     )
@@ -110,7 +116,8 @@ def check_weights(
             )
     dtypes: dict[str, int] = {}
     for _, entry in entries.values():
-        count = _count(entry.shape) * _PACKED.get(_packing(entry), 1)
+        each = _BITNET_ROWS if is_bitnet and _packing(entry) == _WHOLE else None
+        count = _count(entry.shape) * (each or _PACKED.get(_packing(entry), 1))
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
@@ -121,11 +128,12 @@ def _packing(entry: TensorEntry) -> tuple[str, str]:
     return entry.name.rpartition(".")[2].rpartition("_")[2], entry.dtype
 
 
-def _unpacked_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of a tensor, or of BitNet's matrix that it packs."""
-    if _packing(entry) != _BITNET or len(entry.shape) != 2:
+def _unpacked_shape(entry: TensorEntry, *, is_bitnet: bool) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of the matrix that it packs under its own name."""
+    if _packing(entry) != _WHOLE or len(entry.shape) != 2:
         return entry.shape
-    return entry.shape[0] * _PACKED[_BITNET], entry.shape[1]
+    rows, columns = entry.shape
+    return (rows * _BITNET_ROWS, columns) if is_bitnet else (rows, columns * _PACKED[_WHOLE])
 
 
 def weight_files(model_dir: Path) -> list[Path]:

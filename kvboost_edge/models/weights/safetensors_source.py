@@ -23,7 +23,12 @@ __all__ = ["SafetensorsSource"]
 Floats = npt.NDArray[np.float32]
 _Entries = dict[str, tuple[TensorEntry, FileBytes]]
 _DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-_STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": np.uint8}
+_STORED: dict[str, npt.DTypeLike] = {
+    "F16": np.float16,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "F8_E4M3": np.uint8,  # the bits
+}
 
 
 class SafetensorsSource:
@@ -102,6 +107,15 @@ class SafetensorsSource:
             values = stored.astype(np.float32, copy=False)
         return values.reshape(stop - start, *entry.shape[1:])
 
+    def scalar(self, name: str) -> float:
+        """Return the number in a float tensor of shape () or (1,)."""
+        entry, file = self._entry(name)
+        stored = np.empty(1, dtype=_DTYPES[entry.dtype])
+        file.read_into(stored, entry.start)
+        if entry.dtype == "BF16":
+            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return float(stored[0])
+
     def kind(self, name: str) -> str | None:
         """Return None, because the tensors are floats."""
         self._find(name)
@@ -118,7 +132,7 @@ class SafetensorsSource:
 
         Args:
             name: name of the tensor.
-            dtype: required dtype, "I32", "F16" or "U8".
+            dtype: required dtype, "I32", "F16", "U8" or "F8_E4M3".
             num_dims: required number of dimensions.
 
         Raises:

@@ -34,18 +34,20 @@ class QuantRows(NamedTuple):
         "int5"                 weight = scale * (code - 16)
         "int5-asym"            weight = scale * code - minimum
         "int4t"                weight = scale * table[code]
+        "nvfp4"                weight = factor * scale * E2M1[code], a scale for 16 inputs
         "int2-g64", "int2-g256", "int1-g128"    weight = scale * (code - 1)
         "q2k" to "q6k"         blocks of 256 inputs in the layout of GGUF's Q2_K to Q6_K
         "iq2xxs" to "iq3s"     blocks of 256 inputs in the layout of GGUF's IQ2_XXS to IQ3_S
 
     Attributes:
         kind: packed format.
-        codes: uint8 [rows, inputs], from 0 to 255 for int8, to 31 for int5, to 15 for int4 and to 3
-            for int2; 0 or 2 for int1. For block formats, the bytes of the blocks, uint8 [rows,
-            bytes of a row].
+        codes: uint8 [rows, inputs], from 0 to 255 for int8, to 31 for int5, to 15 for int4 and
+            nvfp4, and to 3 for int2; 0 or 2 for int1. For block formats, the bytes of the blocks,
+            uint8 [rows, bytes of a row].
         scales: float16 [rows, scales]. For block formats, all float16 numbers in the blocks.
         minima: float16 [rows, groups] for "int4-asym" and "int5-asym", else None.
         table: int8 [16] for "int4t", else None.
+        factor: factor of all weights, for "nvfp4".
     """
 
     kind: str
@@ -53,6 +55,7 @@ class QuantRows(NamedTuple):
     scales: npt.NDArray[np.float16]
     minima: npt.NDArray[np.float16] | None = None
     table: npt.NDArray[np.int8] | None = None
+    factor: float = 1.0
 
 
 class StoredRows(NamedTuple):

@@ -32,7 +32,7 @@ FORMATS = {
     "Q5_MIX": {"int5", "int5-asym"},
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
-    "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256"},
+    "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256", "nvfp4"},
     "GRID_MIX": {"iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s"},
 }
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
@@ -190,7 +190,9 @@ def _q5_mix(name: str) -> str:
 
 
 def _low_mix(name: str) -> str:
-    """Mix 1-bit, 2-bit and ternary weights in different matrices."""
+    """Mix 1-bit, 2-bit, ternary and NVFP4 weights in different matrices."""
+    if name.startswith("token_embd") or "attn_output" in name:
+        return "NVFP4"
     if "ffn" not in name:
         return "TQ2_0"
     return "Q2_0" if "down" in name else "Q1_0"

@@ -168,6 +168,7 @@ K_SCALES = {
     "Q1_0": ((0,), 2),
     "Q2_0": ((0,), 2),
     "Q2_0_g128": ((0,), 2),
+    "NVFP4": ((), 12),
 }
 
 
@@ -271,6 +272,9 @@ def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
         blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(
             np.uint8
         )
+    if kind == "NVFP4":
+        scale = quants.NVFP4.fp32_to_ue4m3(np.array([4 * values.std() / largest], np.float32))
+        blocks[:, :4] = np.clip(scale + blocks[:, :4] % np.uint8(8), 1, 126)
     return blocks.reshape(*values.shape[:-1], -1)
 
 

@@ -99,7 +99,10 @@ def product_of(
     )
     weights[:, :extreme] = rng.choice(np.array([0, 255], np.uint8), (count, extreme))
     minima[:] = rng.standard_normal((count, sizes[2] // 2)).astype(np.float16).view(np.uint8)
-    if not form.block_bytes:
+    if form.float8:
+        minima[:] = rng.standard_normal((count, sizes[2] // 4)).astype(np.float32).view(np.uint8)
+        scales &= np.uint8(127)
+    elif not form.block_bytes:
         scales[:] = rng.standard_normal((count, sizes[1] // 2)).astype(np.float16).view(np.uint8)
     tokens = panels * tiles.tokens
     x = rng.standard_normal((tokens, groups * 32)).astype(np.float32)

@@ -59,6 +59,8 @@ def random_weights(
         return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), kind)
     if registry.FORMATS[kind].table:
         return _table_rows(rows, inputs, seed)
+    if registry.FORMATS[kind].float8:
+        return _float8_rows(rows, inputs, seed)
     if kind not in PACKED:
         return _code_rows(kind, rows, inputs, seed)
     weights = spread * np.random.default_rng(seed).standard_normal((rows, inputs))
@@ -93,6 +95,18 @@ def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
     return PackedRows(*(np.concatenate([part[index] for part in parts]) for index in range(3)))
 
 
+def _float8_rows(rows: int, inputs: int, seed: int) -> PackedRows:
+    """Return random codes of nvfp4. Row 0 has only the largest weight, with the largest scales."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16, (rows, inputs)).astype(np.uint8)
+    codes[0] = 7
+    scales = rng.integers(0, 127, (rows, -(-inputs // 32) * 2)).astype(np.uint16)
+    scales[0] = 126
+    halves = (scales << np.uint16(7)).view(np.float16) * np.float16(128)
+    factors = (0.0001 * rng.standard_normal(rows)).astype(np.float32)
+    return pack_codes(codes, halves, None, "nvfp4", factors=factors)
+
+
 def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False) -> Floats:
     """Multiply tokens by a packed matrix as the specification does, float32 [tokens, rows]."""
     inputs = x.shape[1]
@@ -104,6 +118,10 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
         halves = packed.minima.view(np.float16)
         codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
         scales, minima = reference.unpack_block_scales(packed.scales, halves, rows, inputs, kind)
+    elif registry.FORMATS[kind].float8:
+        codes = reference.unpack_e2m1_codes(packed.codes, rows, inputs)
+        factors = packed.minima.view(np.float32)
+        scales = reference.unpack_float8_scales(packed.scales, factors, rows, inputs)
     else:
         runs = registry.FORMATS[kind].scale_groups
         scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs, runs)

@@ -306,6 +306,7 @@ def test_only_signed_kinds_have_an_offset():
         "int2-g64",
         "int2-g256",
         "int1-g128",
+        "nvfp4",
         *GRIDS,
     }
 

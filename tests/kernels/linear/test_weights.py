@@ -117,7 +117,7 @@ def test_rows_do_not_depend_on_their_neighbours():
 NARROW = ("int1-g128", "int2-g256", "int2-g64")
 
 
-@pytest.mark.parametrize("kind", [*FITTED, *NARROW, "int4t", "int5", "int5-asym"])
+@pytest.mark.parametrize("kind", [*FITTED, *NARROW, "int4t", "nvfp4", "int5", "int5-asym"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stored_codes_are_packed_exactly(kind, shape):
     rng = np.random.default_rng(4)
@@ -132,19 +132,27 @@ def test_stored_codes_are_packed_exactly(kind, shape):
         "int1-g128": np.array([-1, -99, 1]),
         "int2-g256": np.arange(-1, 3),
         "int2-g64": np.arange(-1, 3),
+        "nvfp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
     }[kind]
     form = FORMATS[kind]
     codes = rng.integers(0, 1 << form.bits, shape).astype(np.uint8) * form.code_step
     each = form.scale_inputs
-    halves = rng.standard_normal((2, shape[0], -(-shape[1] // each))).astype(np.float16)
+    count = -(-shape[1] // (each * form.parts)) * form.parts
+    halves = rng.standard_normal((2, shape[0], count)).astype(np.float16)
     scales = halves[0]
+    factors = None
+    if kind == "nvfp4":
+        scales = np.float16(2.0) ** rng.integers(-10, 8, halves[0].shape)
+        factors = rng.standard_normal(shape[0]).astype(np.float32)
     minima = halves[1] if kind.endswith("-asym") else None
-    packed = pack_codes(codes, scales, minima, kind, table if kind == "int4t" else None)
+    packed = pack_codes(codes, scales, minima, kind, table if kind == "int4t" else None, factors)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, kind)
     expected = (
         values[codes].astype(np.float32)
         * scales.astype(np.float32).repeat(each, axis=1)[:, : shape[1]]
     )
+    if factors is not None:
+        expected *= factors[:, None]
     if minima is not None:
         expected -= minima.astype(np.float32).repeat(each, axis=1)[:, : shape[1]]
     np.testing.assert_array_equal(unpack_rows(packed, *shape, kind), expected)

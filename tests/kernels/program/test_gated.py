@@ -26,6 +26,7 @@ KINDS = [
     ("iq2xxs", "iq3s"),
     ("iq3xxs", "iq2s"),
     ("iq2xs", "int8"),
+    ("nvfp4", "nvfp4"),
     ("q4k", "int8"),
     ("int5", "int8"),
     ("int5-asym", "int5"),

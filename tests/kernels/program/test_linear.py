@@ -199,6 +199,7 @@ def test_non_finite_inputs_stay_non_finite(kind, fine):
         ("q4k", "q2k"),
         ("iq3s", "q4k"),
         ("iq2xs", "q6k"),
+        ("nvfp4", "q4k"),
     ],
 )
 def test_matrices_of_different_formats_share_a_panel(kinds, fine):

@@ -53,7 +53,8 @@ def _values(rows, kind):
     codes = rows.codes.astype(np.float32)
     scales = rows.scales
     minima = rows.minima
-    signed = rows.table[rows.codes] if kind == "int4t" else codes - FORMATS[kind].offset
+    table = rows.table if kind == "int4t" else np.array(FORMATS[kind].values)
+    signed = table[rows.codes] if len(table) else codes - FORMATS[kind].offset
     values = np.repeat(scales.astype(np.float32), FORMATS[kind].scale_inputs, 1) * signed
     return values if minima is None else values - np.repeat(minima.astype(np.float32), 32, 1)
 
@@ -144,6 +145,20 @@ def test_one_and_two_bit_formats_at_their_extremes(name):
     packed = pack_codes(rows.codes, rows.scales, rows.minima, rows.kind)
     found = unpack_rows(packed, 256, block.weights, rows.kind)
     np.testing.assert_array_equal(found, dequantized(name, raw))
+
+
+def test_nvfp4_at_its_extremes():
+    """Every byte occurs at every position of a block. As in llama.cpp, the sign of a scale does not
+    count, and NaN is 0.
+    """
+    raw = np.arange(256, dtype=np.uint8)[:, None] + np.arange(36, dtype=np.uint8)
+    rows = quant_rows_of("NVFP4", raw)
+    assert (rows.scales.max(), np.min(rows.scales[rows.scales > 0])) == (240, 2**-10)
+    factors = np.full(256, 0.75, np.float32)
+    packed = pack_codes(rows.codes, rows.scales, None, "nvfp4", factors=factors)
+    found = unpack_rows(packed, 256, 64, "nvfp4")
+    expected = quants.dequantize(raw, GGMLQuantizationType.NVFP4) * np.float32(0.75)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_q2_k_at_its_extremes():
@@ -237,7 +252,6 @@ def test_mxfp4_scales_outside_float16():
     [
         *((name, "lattice.*use a Q4_K_M or IQ4_XS file") for name in ("IQ1_S", "IQ1_M")),
         ("I2_S", "Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file"),
-        ("NVFP4", "per 16 weights.*Q4_K_M"),
         ("Q8_K", "for intermediate results"),
         ("I32", "supported types are F32, F16, .*MXFP4, .*Q2_0; use a Q4_K_M"),
     ],

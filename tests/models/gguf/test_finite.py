@@ -58,6 +58,7 @@ NUMBERS = {
     "Q1_0": (0,),
     "Q2_0": (0,),
     "Q2_0_g128": (0,),
+    "NVFP4": (0, 1, 2, 3),
 }
 # Little endian. Each kind of number has two NaNs, the second with the fewest bits set, and both
 # infinities.
@@ -65,6 +66,7 @@ NOT_FINITE = {
     "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
     "BF16": ("ffff", "817f", "807f", "80ff"),
     "half": ("ffff", "017c", "007c", "00fc"),
+    "NVFP4": ("7f", "ff"),
 }
 
 

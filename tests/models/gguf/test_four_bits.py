@@ -88,6 +88,7 @@ CASES = {
     "IQ3_XXS": ("IQ3_XXS", WIDE),
     "IQ3_S": ("IQ3_S", WIDE),
     "Q4_K_M": (q4_k_m, WIDE),
+    "NVFP4": ("NVFP4", {**WIDE, "intermediate_size": 576}),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
     "Q2_K": (_q2_k, WIDE),
@@ -139,6 +140,7 @@ def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_pa
             {"embed": "int4t", "qkv": "int4t", "out": "int4t", "gate_up": "int4t", "head": "int4t"},
             1.01,
         ),
+        ("NVFP4", {"embed": "nvfp4", "qkv": "nvfp4", "gate_up": "nvfp4", "down": "nvfp4"}, 1.03),
         ("MXFP4", {"embed": "int4t", "qkv": "int4t", "gate_up": "int4t", "down": "int4t"}, 1.07),
         (
             "Q2_K",
@@ -233,6 +235,7 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
     "kind",
     [
         *("IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "IQ2_S", "IQ3_XXS", "Q1_0", "Q2_0", "TQ1_0"),
+        "NVFP4",
     ],
 )
 def test_rows_are_read_in_transformers_order(kind, tmp_path):

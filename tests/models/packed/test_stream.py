@@ -95,8 +95,11 @@ def _floats(stored):
     if stored.kind in BLOCKS:
         return dequantize(TYPES[stored.kind], stored.codes)
     inputs = stored.codes.shape[1]
+    values = FORMATS[stored.kind].values
     if stored.table is not None:
         signed = stored.table[stored.codes].astype(np.float32)
+    elif values:
+        signed = np.array(values, np.float32)[stored.codes] * np.float32(stored.factor)
     else:
         signed = stored.codes.astype(np.float32) - FORMATS[stored.kind].offset
     each = FORMATS[stored.kind].scale_inputs
@@ -115,6 +118,10 @@ def _quant(kind, rows, inputs, seed=0):
     count = -(-inputs // form.scale_inputs)
     scales, minima = (rng.uniform(0.01, 0.02, (rows, count)).astype(np.float16) for _ in range(2))
     table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
+    if form.float8:
+        count = -(-inputs // 32) * 2
+        scales = np.float16(2.0) ** rng.integers(-10, 8, (rows, count))
+        return QuantRows(kind, codes, scales, factor=0.25 + seed)
     return QuantRows(
         kind,
         codes,
@@ -240,6 +247,13 @@ def test_q4_k_and_q5_k_tensors_share_one_matrix(split):
     np.testing.assert_array_equal(back, np.concatenate([source.rows("gate"), source.rows("up")]))
 
 
+def test_tensors_of_one_matrix_keep_their_own_factors():
+    """Rows of two tensors share a tile."""
+    source = Stored({}, {"gate": _quant("nvfp4", 20, 64, 1), "up": _quant("nvfp4", 13, 64, 2)})
+    back = _pack(PackEntry("m", "nvfp4", (("gate", 20), ("up", 13)), 64), source)
+    np.testing.assert_array_equal(back, np.concatenate([source.rows("gate"), source.rows("up")]))
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_tensors_of_one_matrix_keep_their_own_tables(num_threads, monkeypatch):
     """Packing starts a new piece where a tensor ends. int4 has a separate table."""
@@ -311,6 +325,10 @@ def test_non_finite_block_scales_are_found():
             {"qkv": "int4t", "qkv+1": "q6k", "qkv+2": "int4t", "gate_up": "int4t"},
         ),
         ({"gate_proj": "int4t"}, {"qkv": "q4k", "gate_up": "int8"}),
+        (
+            {"v_proj": "q6k", "_proj": "nvfp4"},
+            {"qkv": "nvfp4", "qkv+1": "q6k", "gate_up": "nvfp4"},
+        ),
         ({"up_proj": "int4", "_proj": "int4t"}, {"qkv": "int4t", "gate_up": "int4t"}),
         (
             {"up_proj": "int4-asym", "k_proj": "int8", "_proj": "int4t"},
