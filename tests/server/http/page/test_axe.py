@@ -99,6 +99,7 @@ def test_model_choice_has_no_accessibility_violations(page):
 
 
 @looks(0)
+@pytest.mark.full
 def test_models_view_has_no_accessibility_violations(page):
     models = [
         {"id": "a", "state": "loaded", "managed": True, "unloadable": True, "file_bytes": 1e9},

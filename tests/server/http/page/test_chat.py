@@ -43,6 +43,7 @@ def test_an_answer_and_its_statistics_are_shown(visit, live_server):
     visit.expects("#status").to_contain_text("Answer complete")
 
 
+@pytest.mark.full
 def test_text_is_streamed_and_statistics_follow_at_the_end(visit, slow_model):
     visit.settings(max_tokens="60")  # takes more than a second
     with slow_model():
@@ -61,10 +62,13 @@ def test_text_is_streamed_and_statistics_follow_at_the_end(visit, slow_model):
     assert "stopped at max tokens" in done.locator(".figures").inner_text()
 
 
-def test_stop_keeps_the_partial_answer_and_cancels_the_request(visit, slow_model, demo_engine):
+def test_stop_keeps_the_partial_answer_and_cancels_the_request(
+    visit, slow_model, demo_engine, scale
+):
     visit.settings(max_tokens="800")
     with slow_model():
-        for stop in (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape")):
+        stops = (lambda: visit.click("#stop"), lambda: visit.keyboard.press("Escape"))
+        for stop in stops[: scale(1, 2)]:
             visit.ask(QUESTION)
             visit.until(f"{LENGTH} > 8")
             visit.hurry()
@@ -305,6 +309,7 @@ def test_an_unreachable_server_is_reported(visiting, demo_engine, slow_model):
     visit.shows("#live-state", "not reachable, retrying")
 
 
+@pytest.mark.full
 def test_the_page_works_by_keyboard_alone(visit):
     assert visit.evaluate("document.activeElement.id") == "prompt"
     visit.keyboard.type("one")

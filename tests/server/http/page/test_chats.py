@@ -63,6 +63,7 @@ def test_a_chat_survives_a_reload(stand_in):
     assert [one["content"] for one in chat.asked(1)["messages"]][-1] == "Second"
 
 
+@pytest.mark.full
 def test_several_chats_are_stored_and_selected(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)

@@ -25,11 +25,12 @@ def longest_common(one, other):
     return row[-1]
 
 
-def test_the_difference_reconstructs_both_texts_with_a_longest_common_part(modules):
+def test_the_difference_reconstructs_both_texts_with_a_longest_common_part(modules, scale):
     rng = random.Random(11)
     words = ["a", "b", "to day", "é", " ", "\n", ".", "{", "x1", "  "]
     pairs = [
-        ["".join(rng.choices(words, k=rng.randrange(14))) for _ in range(2)] for _ in range(300)
+        ["".join(rng.choices(words, k=rng.randrange(14))) for _ in range(2)]
+        for _ in range(scale(100, 300))
     ]
     for (before, now), found in zip(
         pairs,

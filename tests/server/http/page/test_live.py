@@ -339,6 +339,7 @@ def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, li
     visit.shows("#live-state", "live")
 
 
+@pytest.mark.full
 def test_the_live_view_does_not_poll_while_hidden(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
     visit.until("window.delays.length > 3")

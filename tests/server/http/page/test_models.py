@@ -238,6 +238,7 @@ def test_the_model_choice_fits_a_phone_and_works_by_keyboard(stand_in):
     assert page.evaluate(out) == 0
 
 
+@pytest.mark.full
 def test_the_first_message_to_a_model_loads_it(visiting, demo_engine, tiny_model_dir):
     """The server is real. Loading waits until the page shows that the model is being loaded."""
     other = CountedSource(tiny_model_dir)

@@ -102,6 +102,7 @@ def loading(completed, total=100_000_000, digest=DIGEST):
     }
 
 
+@pytest.mark.full
 def test_a_model_is_added_loaded_unloaded_and_deleted(
     visiting, demo_engine, tiny_model_dir, tmp_path, monkeypatch
 ):
@@ -154,7 +155,6 @@ def test_a_model_is_added_loaded_unloaded_and_deleted(
         visit.context.close()
 
 
-@pytest.mark.full
 def test_download_progress_is_shown(page):
     page.add("org/model:Q4")
     assert page.changes() == [["POST", "/api/pull", {"model": "org/model:Q4"}]]
@@ -271,7 +271,6 @@ def test_model_rows_show_the_servers_data(page):
     assert page.evaluate("window.hacked") is None
 
 
-@pytest.mark.full
 def test_row_buttons_load_unload_and_select_a_model(page):
     page.row("b").get_by_role("button", name="Load").click()
     page.row("a").get_by_role("button", name="Unload").click()

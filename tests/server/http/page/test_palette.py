@@ -59,6 +59,7 @@ def test_commands_are_found_by_words(modules, query, titles):
     assert modules.module("palette", FOUND, [commands, query]) == titles
 
 
+@pytest.mark.full
 def test_the_palette_opens_by_shortcut_and_restores_focus(page):
     for keys in ("Control+k", "Meta+k"):
         opened(page, keys)

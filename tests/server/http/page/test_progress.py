@@ -131,6 +131,7 @@ def test_the_progress_bar_is_removed_when_the_request_ends(asked, how):
     expect(asked.get_by_role("progressbar")).to_have_count(0)
 
 
+@pytest.mark.full
 def test_progress_of_a_real_server_is_shown(visit, demo_engine):
     """The model pauses during prefill until the bar is visible."""
     runner = demo_engine._parts.runner

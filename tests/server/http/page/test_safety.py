@@ -82,9 +82,9 @@ def test_at_least_fifty_different_payloads():
 
 
 @pytest.mark.parametrize("size", [10, pytest.param(1, marks=pytest.mark.full)])
-def test_prompts_are_shown_as_text(visit, size):
+def test_prompts_are_shown_as_text(visit, size, scale):
     visit.settings(max_tokens="1")
-    for payload in joined(size):
+    for payload in joined(size)[:: scale(3, 1)]:
         visit.click("#new-chat")  # together they would exceed the model's context
         visit.ask(payload)
         assert visit.answer().locator(".question").evaluate("(e) => e.textContent") == payload
@@ -102,9 +102,10 @@ def test_answers_are_shown_as_text(visit, size):
         _untouched(visit, number)
 
 
-def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in):
+def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in, scale):
     """One answer contains all calls; the next answer repeats them after the results."""
     page = stand_in()
+    payloads = PAYLOADS[:: scale(5, 1)]
     page.ask("Hello")
     thought = "\n".join(PAYLOADS)
     turn = page.locator(".turn")
@@ -114,24 +115,24 @@ def test_reasoning_tool_calls_and_results_are_shown_as_text(stand_in):
 
     page.asked(1)
     page.deltas({"reasoning_content": thought})
-    for number, payload in enumerate(PAYLOADS):
+    for number, payload in enumerate(payloads):
         page.call(payload, payload, index=number)
     page.end("tool_calls")
     assert texts(".reasoning .text") == [thought]
-    assert texts(".call .code-head code") == texts(".call pre") == PAYLOADS
-    assert texts(".call label span") == [f"Result of {payload}" for payload in PAYLOADS]
+    assert texts(".call .code-head code") == texts(".call pre") == payloads
+    assert texts(".call label span") == [f"Result of {payload}" for payload in payloads]
     fill = (
         "(all, texts) => all.forEach((one, at) => { one.value = texts[at]; one.dispatchEvent(new "
         "Event('input')); })"
     )
-    turn.locator(".call textarea").evaluate_all(fill, PAYLOADS)
+    turn.locator(".call textarea").evaluate_all(fill, payloads)
     turn.get_by_role("button", name="Send results").click()
     page.asked(2)
-    for number, payload in enumerate(PAYLOADS):
+    for number, payload in enumerate(payloads):
         page.call(payload, json.dumps({payload: payload}), index=number)
     page.end("tool_calls")
-    assert texts(".call .result pre") == PAYLOADS
-    for payload, shown in zip(PAYLOADS, texts(".call pre")[-len(PAYLOADS) :], strict=True):
+    assert texts(".call .result pre") == payloads
+    for payload, shown in zip(payloads, texts(".call pre")[-len(payloads) :], strict=True):
         assert json.loads(shown) == {payload: payload}
     _untouched(page.visit, 1, {"DETAILS", "SUMMARY", "LABEL", "TEXTAREA"})
 

@@ -275,6 +275,7 @@ def test_invalid_json_is_marked_and_blocks_sending(weather):
     weather.end("stop")
 
 
+@pytest.mark.full
 def test_a_tool_call_of_a_real_model_and_its_result(visit):
     """The server is real, with the bundled model, whose template does not include tools."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Wien"]}}, "required": ["city"]}
