@@ -144,7 +144,7 @@ def forget(server):
 
 
 def test_many_disconnecting_clients_leak_nothing(server, scale):
-    count = scale(200, 5000)
+    count = scale(120, 5000)
 
     def settled():
         state = server.server.server_state

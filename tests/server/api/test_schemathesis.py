@@ -3,6 +3,7 @@
 Each response matches the document, none is a 5xx, and a canary completion never changes.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -42,6 +43,7 @@ CHECKS = [
 ]
 
 
+@functools.cache
 def document():
     """Return the OpenAPI document of the API's routes, which does not need a model."""
     app = FastAPI()
@@ -95,7 +97,7 @@ def test_every_documented_route_is_tested():
 @schema.parametrize()
 # No deadline: on a busy machine generating an example and answering it may both be slow.
 @settings(
-    max_examples=200 if LONG else 6, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=200 if LONG else 4, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_answers_are_as_documented(case, live_server):
     positive = case.meta.generation.mode.is_positive

@@ -132,7 +132,7 @@ def test_many_clients_of_two_models_leak_nothing(models, scale):
         expected = {name: canary(name) for name in ("b", "a")}
         asyncio.run(storm(server, request_of, range(10_000, 10_020)))
         before = settle()
-        seen = asyncio.run(storm(server, request_of, range(scale(100, 3000))))
+        seen = asyncio.run(storm(server, request_of, range(scale(60, 3000))))
         assert settle() == before
         assert server.kv.models.loader.taken <= budget
         for name in ("b", "a"):
@@ -188,7 +188,7 @@ def test_many_loads_leak_no_memory(first, second, scale):
         gc.collect()
         before = turn()
         resident = process.memory_info().rss
-        count = scale(4, 200)
+        count = scale(2, 200)
         assert {turn() for _ in range(count)} == {before}
         gc.collect()
         grown = process.memory_info().rss - resident
