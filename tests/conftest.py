@@ -175,6 +175,14 @@ def one_certificate(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def files_may_be_lost_with_the_power():
+    """`os.fsync` that only checks its file, since no test turns the machine off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def short_bandwidth_measurement():
     """Bandwidth measurement of `doctor`, shortened from 192 MB for 0.3 s on all threads to 8 MB
     once.
