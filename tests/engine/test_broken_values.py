@@ -160,7 +160,7 @@ def test_nan_ends_only_its_request_and_publishes_nothing(engine, bad):
         assert (again.output_token_ids, again.cached_tokens) == (expected, len(prompt) // 16 * 16)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_tokens_decoded_in_a_batch_with_nan_are_unchanged(engine):
     """One pass holds a decode of one row and the broken prefill."""
     options = {**OPTIONS, "max_new_tokens": 100}

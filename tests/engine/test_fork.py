@@ -66,7 +66,7 @@ engine.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
-@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_forked_child_gets_an_error_and_the_parent_continues(tiny_model_dir, busy):
     code = SCRIPT.format(path=str(tiny_model_dir), busy=busy)
     done = subprocess.run(

@@ -25,6 +25,7 @@ def machine(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS[1:], ids=str)
+@pytest.mark.some(2)
 def test_open_block_buffers_are_always_returned(machine, bits):
     """Finished, cancelled and preempted requests return their buffers, so two buffers always let
     two sequences run.
@@ -86,6 +87,7 @@ def test_non_finite_keys_end_only_their_request(overflowing, bits):
 
 @pytest.mark.parametrize("bits", ALL_BITS[:2], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.some(2)
 def test_a_pass_that_fails_midway_leaves_no_open_blocks(machine, bits, at, monkeypatch):
     prompts = (TEXT[:50], TEXT[30:81], TEXT[40:108])
     cold = Cold(machine, bits)

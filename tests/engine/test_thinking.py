@@ -82,6 +82,7 @@ def test_a_partial_closing_marker_is_completed(monkeypatch):
 
 @pytest.mark.parametrize("name", ["markers", "opened", "gemma", "harmony"])
 @pytest.mark.parametrize("again", ["opener", "closer"])
+@pytest.mark.some(3)
 def test_no_second_reasoning_block_follows_a_cut(monkeypatch, name, again):
     """A model that would think on, or write the closing marker once more, answers."""
     with thinking(monkeypatch, name) as (engine, thinker):
@@ -105,6 +106,7 @@ def test_the_answer_may_name_the_markers(monkeypatch):
 
 @pytest.mark.parametrize("name", ["opened", "harmony"])
 @pytest.mark.parametrize("message", ["", "Enough."])
+@pytest.mark.some(3)
 def test_reasoning_leaves_room_for_an_answer(monkeypatch, name, message):
     """A budget above the limit of the output never fills the output with reasoning."""
     with thinking(monkeypatch, name, max_context=400) as (engine, thinker):
@@ -224,6 +226,7 @@ def expected(prompt, count, found):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.some(2)
 def test_budgets_are_exact_with_batches_and_drafts(seed):
     """Small pools cause preemptions. Drafts that cross the cut are rejected there."""
     rng = random.Random(seed)

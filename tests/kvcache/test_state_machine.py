@@ -474,6 +474,7 @@ def test_random_operations_agree_with_the_model():
 
 
 @pytest.mark.parametrize("bits", [1, 8])
+@pytest.mark.some(2)
 def test_ten_thousand_lookups_under_a_weak_hash_without_a_wrong_hit(bits):
     rng = random.Random(bits)
     manager = KVCacheManager(64, 2, hash_fn=cut_hash(bits))

@@ -134,6 +134,7 @@ def test_random_calls_equal_a_dictionary(backend, scale, tmp_path_factory):
 
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 3000])
+@pytest.mark.some(3)
 def test_threads_see_whole_chunks_and_exact_counts(backend, engines, max_memory_bytes):
     """Eight threads store, replace and retrieve sequences with a common head. Each retrieved chunk
     comes from one store.

@@ -65,6 +65,7 @@ def ask(**options):
 
 
 @STEPS
+@pytest.mark.some(2)
 def test_blocks_of_another_numerics_version_are_misses(tmp_path, monkeypatch, step):
     cached = partial(ask, disk_cache_dir=tmp_path)
     expected = ask().output_token_ids
@@ -88,6 +89,7 @@ def test_blocks_computed_with_amx_are_found_without_it(tmp_path, monkeypatch):
 
 
 @STEPS
+@pytest.mark.some(2, 1)
 def test_packed_weights_of_another_version_are_replaced(tmp_path, monkeypatch, caplog, step):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     own = weight_file.PACKED_VERSION

@@ -158,7 +158,7 @@ def test_background_lines_run_after_every_priority():
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 7 else pytest.mark.full) for seed in range(20)]
 )
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 def test_random_mixes_equal_single_runs(seed):
     rng = random.Random(seed)
     bench = Bench(

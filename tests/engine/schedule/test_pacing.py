@@ -97,6 +97,7 @@ def test_decode_only_steps_are_measured_regularly():
 
 
 @pytest.mark.parametrize("tenants", [1, 5])
+@pytest.mark.some(2, 1)
 def test_every_deep_prompt_advances_in_every_step(tenants):
     """A token that costs more than its tenant's share of the step is computed anyway."""
     bench = Paced(target_tpot=14.0, max_num_seqs=16)

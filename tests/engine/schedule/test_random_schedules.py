@@ -236,7 +236,7 @@ def test_random_schedules_equal_single_runs(kind, scale):
 
 
 @pytest.mark.parametrize("budget", [1, 2, 16, 64])
-@pytest.mark.some(2)
+@pytest.mark.some(3)
 def test_sampling_does_not_depend_on_the_batch(kind, budget):
     prompts = [[i, *range(20 + i)] for i in range(6)]
     options = {"temperature": 1.3, "top_p": 0.95, "repetition_penalty": 1.2}

@@ -45,6 +45,7 @@ def assert_slots_are_of_what_is_computed(bench):
 
 @pytest.mark.parametrize("num_right", range(7))
 @pytest.mark.parametrize("closes_blocks", [False, True])
+@pytest.mark.some(2)
 def test_partly_right_drafts_change_only_the_number_of_passes(num_right, closes_blocks):
     bench = drafting(num_right)
     bench.scheduler.speculation._closes_blocks = closes_blocks

@@ -67,6 +67,7 @@ def test_equal_drafts_share_the_rows():
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("num_drafts", [1, 2])
 @pytest.mark.parametrize("seconds", [math.sqrt, float, lambda rows: 1 + 0.1 * rows])
+@pytest.mark.some(2)
 def test_the_chosen_lengths_are_optimal(chance, num_drafts, seconds):
     costs = measured(seconds)
     proposed = drafts(*[chance] * num_drafts, length=8)

@@ -63,6 +63,7 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.some(2)
 def test_every_file_operation_may_fail(tmp_path, name, lasting, scale):
     """The fault begins at each call in turn. Half a minute after it ends, the tier stores and
     serves as before.
