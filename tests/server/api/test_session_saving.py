@@ -336,7 +336,7 @@ async def test_slots_need_the_request_history(tiny_engine):
         )
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.full)])
 def test_a_hybrid_models_session_survives_eviction_and_a_restart(family, tmp_path):
     """The recurrent state is found with its blocks, and the output equals that of an empty cache."""
     model = save_tiny_model(family, tmp_path / "model")

@@ -28,6 +28,7 @@ async def room(all_of_one_size):
 @pytest.mark.parametrize(
     ("path", "streams"), [*((path, False) for path in PATHS), *((p, True) for p in GENERATING)]
 )
+@pytest.mark.some(2)
 async def test_every_api_loads_the_requested_model(room, path, streams):
     more = {"stream": streams} if path in GENERATING else {}
     answer = await room.client.post(

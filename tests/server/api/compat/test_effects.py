@@ -257,7 +257,7 @@ def greedy(engine, **options):
         for row in REASONING
     ],
 )
-@pytest.mark.some(2)
+@pytest.mark.some(4)
 def test_reasoning_is_cut_at_exactly_n_tokens(clients, how, fields, budget):
     engine = clients.engine
     message = fields.get("reasoning_budget_message")
@@ -319,6 +319,7 @@ def sampled(engine, **options):
     ("how", "sampling", "fields"),
     [pytest.param(*row[1:], id=f"{row[0]}-{'-'.join(row[3])}") for row in SAMPLERS],
 )
+@pytest.mark.some(2)
 def test_samplers_have_the_same_effect_as_in_the_engine(clients, how, sampling, fields):
     said = getattr(clients, how)(PROMPT, renamed(how, sampling), fields)
     assert said == sampled(clients.engine, **sampling, **fields)

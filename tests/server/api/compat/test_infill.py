@@ -205,6 +205,7 @@ async def test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit(app, writer
 
 @pytest.mark.parametrize("path", ["/infill", "/completion"])
 @pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.some(3)
 async def test_n_indent_and_time_limits_end_the_answer(app, writer, path, streams):
     body = {"prompt": "x M"} if path == "/completion" else {**VIM, "response_fields": []}
 

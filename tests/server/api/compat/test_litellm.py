@@ -46,6 +46,7 @@ def text_of(api, answer):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.some(2)
 def test_recorded_requests_are_answered_whole_and_streamed(keyed_server, name):
     case = CASES[name]
     answer = sent(keyed_server, case)

@@ -133,6 +133,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("path", OPENAI)
 @pytest.mark.parametrize(("fields", "param", "words"), REFUSED)
+@pytest.mark.some(2)
 async def test_invalid_sampler_fields_are_refused_by_name(app, path, fields, param, words):
     answer = await app.post(path, content=json.dumps({**APIS[path].body(), **fields}))
     error = answer.json()["error"]

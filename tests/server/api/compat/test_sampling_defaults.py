@@ -55,6 +55,7 @@ async def test_the_models_sampling_defaults_apply_to_missing_fields(
 
 
 @pytest.mark.parametrize("path", APIS)
+@pytest.mark.some(3)
 async def test_request_fields_override_the_models_defaults(app, speaker, submitted, defaults, path):
     api = APIS[path]
     await api.ask(app, api.body(temperature=0.9))
