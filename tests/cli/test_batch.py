@@ -73,7 +73,9 @@ def test_a_second_run_answers_the_remaining_lines(printed, questions, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)]
+)
 def test_an_interrupted_batch_can_be_resumed(printed, questions, tmp_path, end):
     path = questions([chat(n, max_tokens=40) for n in range(40)])
     answers = tmp_path / "questions.answers.jsonl"

@@ -145,6 +145,7 @@ def test_exec_starts_the_client(server, tmp_path):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.some(2)
 def test_errors_name_a_remedy(server, client, printed, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with socket.socket() as free:

@@ -27,6 +27,7 @@ from kvboost_edge import CPUPagedEngine
         ),
     ],
 )
+@pytest.mark.full
 def test_a_tiny_model_meets_the_bars_of_shared_prefixes(tmp_path, name):
     asked, rows, more = run(
         options_from(["--quick", "--shape", name, "--layers", "4", "--models", str(tmp_path)])

@@ -86,6 +86,7 @@ def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
 
 @pytest.mark.parametrize("shape", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
 @pytest.mark.parametrize("quant", ["Q4_0", "Q4_K_M", "Q2_0"])
+@pytest.mark.some(3)
 def test_the_engine_is_close_to_float64_on_the_file(tmp_path, shape, quant):
     path = tmp_path / "model.gguf"
     write_gguf(path, shape, quant)
@@ -161,6 +162,7 @@ def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, na
         ("gemma-4-tiny", 5),
     ],
 )
+@pytest.mark.some(2)
 def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
     path = tmp_path / "model.gguf"
     shape = {**SHAPES, **LAYERED}[name]
