@@ -63,7 +63,7 @@ $(STAMP): $(DEMO_STAMP)
 # Otherwise both workers of `make test` would compile the same kernels.
 $(COMPILED_STAMP): $(STAMP) $(shell find kvboost_edge/kernels -name "*.py") \
 		$(shell find cuda_ext tests/helpers/cuda -name "*.cu*" -o -name "*.cpp" -o -name "*.h")
-	@echo "Compiling the kernels for this machine: a minute or two"
+	@echo "Compiling the kernels for this machine, twice: some minutes"
 	$(BIN)/python tests/prepare.py
 	@touch $@
 

@@ -21,6 +21,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from helpers.clocks import REAL_CLOCK
+from helpers.kernels.prebuilt import offer_library
 from helpers.long_files import place_of
 from helpers.tools import missing_tools
 
@@ -70,6 +71,7 @@ class HangTimer:
 
 
 def pytest_configure(config):
+    offer_library()
     if config.pluginmanager.has_plugin("faulthandler"):
         config.pluginmanager.register(HangTimer(), "hang-timer")
 

@@ -18,6 +18,7 @@ import kvboost_edge.kernels
 from helpers.cuda.on_cpu import ASAN_FLAGS, built_kernels
 from helpers.cuda.standin import standing_in
 from helpers.kernels.paged_cases import make_case
+from helpers.kernels.prebuilt import prepare_library
 from helpers.kernels.quantized_kv_cases import make_backend, run, whole
 from helpers.tools import find_compiler
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
@@ -67,6 +68,7 @@ def main() -> None:
         cuda = pool.submit(compile_cuda_kernels) if find_compiler() is not None else None
         compile_entries()
         compile_backend_kernels()
+        prepare_library()
     if cuda is not None:
         cuda.result()
 
