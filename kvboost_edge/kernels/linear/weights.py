@@ -46,6 +46,15 @@ __all__ = [
 ]
 
 _NIBBLES = np.uint32(0x0F0F0F0F)
+# Bits of 8-bit floats without a sign, by the bits of the float16 number that is half of one.
+_NO_FLOAT8 = np.uint8(255)
+_FLOAT8_BITS = np.full(1 << 16, _NO_FLOAT8)
+_FLOAT8_BITS[
+    (
+        (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16)
+        * np.float16(FACTOR_SCALE)
+    ).view(np.uint16)
+] = np.arange(128, dtype=np.uint8)
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -191,9 +200,8 @@ def _float8_bits(halves: npt.NDArray[np.float16], name: str) -> Bytes:
     Raises:
         ConfigError: a number is not half an 8-bit float without a sign.
     """
-    bits = (halves * np.float16(1 / FACTOR_SCALE)).view(np.uint16)
-    found = (bits >> np.uint16(7)).astype(np.uint8)
-    if (found.astype(np.uint16) << np.uint16(7) != bits).any() or (found > 127).any():
+    found = np.take(_FLOAT8_BITS, halves.view(np.uint16))
+    if (found == _NO_FLOAT8).any():
         raise ConfigError(f"scales of {name!r} must be half of 8-bit floats (E4M3) without a sign")
     return found
 

@@ -458,7 +458,10 @@ def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
 def _nvfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
     """Return codes and scales; the low nibbles of 8 bytes come first, then their high nibbles."""
     words = np.ascontiguousarray(blocks[:, 4:]).view(np.uint64)
-    both = np.stack([words & _LOW, words >> np.uint64(4) & _LOW], axis=2)
+    both = np.empty((*words.shape, 2), dtype=np.uint64)
+    both[:, :, 0] = words
+    np.right_shift(words, np.uint64(4), out=both[:, :, 1])
+    both &= _LOW
     return both.view(np.uint8).reshape(len(blocks), 64), np.take(_FLOAT8, blocks[:, :4]), None
 
 
