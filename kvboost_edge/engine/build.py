@@ -311,6 +311,7 @@ def _load_options(
         kv_bits=config.kv_bits,
         progress=progress,
         short_vocabulary=short_vocabulary,
+        arithmetic=config.arithmetic,
     )
 
 

@@ -16,6 +16,7 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import (
+    ALL_TOKENS,
     Request,
     RequestArrival,
     RequestFeature,
@@ -188,6 +189,9 @@ class RequestBuilder:
             else None,
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
             approximations=self._config.approximations,
+            num_shareable=(len(ids) - 1) // self._config.block_size * self._config.block_size
+            if info.has_private_tail
+            else ALL_TOKENS,
             **fields,
         )
 

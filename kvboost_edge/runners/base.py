@@ -54,6 +54,8 @@ class ForwardBatch:
             `RunnerInfo.short_vocabulary`.
         is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
             True, the runner raises PassAbandoned.
+        num_shareable: int64 [num_seqs], number of leading tokens of each sequence whose KV other
+            sequences may reuse, or None for all. See `RunnerInfo.has_private_tail`.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -69,6 +71,7 @@ class ForwardBatch:
     joined: npt.NDArray[np.float32] | None = None
     is_short: bool = False
     is_abandoned: Callable[[], bool] | None = None
+    num_shareable: npt.NDArray[np.int64] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +98,9 @@ class RunnerInfo:
         short_vocabulary: number of ids in the short vocabulary, which has the lowest ids, or 0 if
             passes always compute all logits.
         numerics: versions of everything else that the exact bits of KV depend on.
+        has_private_tail: True if the runner computes KV that other sequences may reuse differently
+            from all other KV. A sequence then shares the full blocks before its last prompt token
+            only.
     """
 
     name: str
@@ -113,6 +119,7 @@ class RunnerInfo:
     borrows_kv: bool = False
     short_vocabulary: int = 0
     numerics: str = ""
+    has_private_tail: bool = False
 
     @property
     def exact_path(self) -> str:
@@ -178,6 +185,7 @@ class LoadOptions(NamedTuple):
         kv_bits: bits of keys and bits of values in the pool.
         progress: called with the bytes done and the bytes in total.
         short_vocabulary: see `RunnerInfo`.
+        arithmetic: "exact" or "wide", see `EngineConfig.arithmetic`.
     """
 
     weights: str
@@ -188,6 +196,7 @@ class LoadOptions(NamedTuple):
     kv_bits: tuple[int, int]
     progress: Callable[[int, int], None] | None = None
     short_vocabulary: int = 0
+    arithmetic: str = "exact"
 
 
 class Runner(Protocol):

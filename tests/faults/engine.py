@@ -8,6 +8,27 @@ _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random
 
 FAULTS = (
     fault(
+        "publishes the exact KV of answers in wide arithmetic",
+        "engine/spec_decode/acceptance.py",
+        "publish = num_computed <= shareable",
+        "publish = True",
+        "tests/engine/test_wide_arithmetic.py",
+    ),
+    fault(
+        "matches the answer's tokens with prompts in wide arithmetic",
+        "engine/schedule/sequence.py",
+        "end = self.request.num_shareable + 1",
+        "end = len(self.token_ids)",
+        "tests/engine/test_wide_arithmetic.py",
+    ),
+    fault(
+        "computes the last block of a prompt in wide arithmetic",
+        "engine/request_builder.py",
+        "num_shareable=(len(ids) - 1) //",
+        "num_shareable=(len(ids) + 15) //",
+        "tests/engine/test_wide_arithmetic.py",
+    ),
+    fault(
         "keeps an unloaded model's overhead in the process's memory limit",
         "server/models/loader.py",
         "            served.num_bytes = served.overhead = 0\n            served.num_unloads",

@@ -491,6 +491,13 @@ _REPORTING = (
         "tests/server/api/test_default_mode.py",
     ),
     fault(
+        "does not label models that compute in wide arithmetic",
+        "server/models/shown.py",
+        "else known.mode is GenerationMode.CHUNK_KV_REUSE or bool(known.approximations),",
+        "else known.mode is GenerationMode.CHUNK_KV_REUSE,",
+        "tests/server/api/test_default_mode.py",
+    ),
+    fault(
         "applies an approximate default to requests that need exact KV",
         "server/work/bridge.py",
         "if self.is_default_mode and is_approximate and needs_exact:",

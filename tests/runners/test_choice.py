@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +56,7 @@ def weights(available=10**9, pool=0, *, stored=False, **options):
         ({"backend": "cpu", "device": "cpu"}, "native"),
         ({"backend": "reference"}, "native"),
         ({"kv_cache_bits": (8, 4)}, "native"),
+        ({"arithmetic": "wide"}, "native"),
         ({"kv_cache_bits": 8}, "native"),
         ({"device": "mps", "kv_cache_bits": 8}, "torch"),
         ({"runner": "torch"}, "torch"),
@@ -309,6 +311,24 @@ def test_weights_and_dtype_may_not_contradict_each_other():
         ConfigError, match=r"dtype='float32' means weights='f32' .* but weights='int8'"
     ):
         weights(weights="int8", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        ({}, {"weights": "f32"}, "weights='f32' are not integers"),
+        ({}, {"dtype": "bfloat16"}, "weights='bf16' are not integers"),
+        ({"mixer": "conv"}, {}, "recurrent state"),
+        ({"both_ways": True}, {}, "bidirectional"),
+    ],
+)
+def test_wide_arithmetic_names_what_it_does_not_support(model, options, reason):
+    spec = SimpleNamespace(**{"both_ways": False, "mixer": None, **model})
+    config = EngineConfig.from_options(arithmetic="wide", **options)
+    with pytest.raises(ConfigError, match=rf"arithmetic='wide' is not supported: .*{reason}"):
+        choose_weights(config, ModelTraits(LLAMA, describe=lambda: spec), lambda *_: 0, 10**9)
+    with pytest.raises(ConfigError, match=r"needs the torch runner|torch"):
+        runner(arithmetic="wide", runner="torch")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def measured_overhead(
 
     give_back()  # return freed memory to the OS, mainly from loading the tokenizer
     # Load the kernels so that their machine code is measured too.
-    load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
+    is_wide = config.arithmetic == "wide"
+    load_kernels(checkpoint, selected.runner.weights, config.kv_bits, is_wide=is_wide)
     if draft is not None:
         draft.load_kernels()
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected, draft))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvboost_edge.text.turns.thinking import ReasoningLimit
 
 __all__ = [
+    "ALL_TOKENS",
     "Request",
     "RequestArrival",
     "RequestFeature",
@@ -28,6 +29,8 @@ __all__ = [
     "resolve_sampling",
 ]
 
+ALL_TOKENS = 1 << 62
+"""`Request.num_shareable` of engines that share all KV."""
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
@@ -513,6 +516,8 @@ class Request:
         reasoning: limit of the answer's reasoning, or None without a limit.
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
         approximations: labels of the engine's options that make the answer approximate.
+        num_shareable: number of leading tokens whose KV may come from the cache and be added to
+            it, a multiple of the block size, or ALL_TOKENS.
     """
 
     index: int
@@ -543,6 +548,7 @@ class Request:
     always_drafts: bool = False
     prefix_hashes: bytes = b""
     approximations: tuple[str, ...] = ()
+    num_shareable: int = ALL_TOKENS
 
     @property
     def rank(self) -> tuple[int, int]:

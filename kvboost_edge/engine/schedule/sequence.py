@@ -165,8 +165,12 @@ class Sequence:
     @property
     def cacheable_ids(self) -> list[int]:
         """Tokens that may be served from the cache at admission."""
+        # At least one more token is always computed.
+        end = self.request.num_shareable + 1
         start = self.logits_from
-        return self.token_ids if start is None else self.token_ids[: start + 1]
+        if start is not None:
+            end = min(end, start + 1)
+        return self.token_ids if end >= len(self.token_ids) else self.token_ids[:end]
 
     @property
     def blocks(self) -> BlockTable:

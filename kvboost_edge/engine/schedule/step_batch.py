@@ -9,6 +9,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
+from kvboost_edge.engine.request.request import ALL_TOKENS
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -57,6 +58,7 @@ def build_batch(
         rows += range(end - one.num_rows, end)
         state_rows += range(end - num_states(one), end)
         starts.append(end)
+    shareable = [one.sequence.request.num_shareable for one in work]
     layout = BatchLayout(
         cu_seqlens_q=np.array(starts, np.int32),
         seq_lens=np.array([one.stop for one in work], np.int32),
@@ -73,6 +75,7 @@ def build_batch(
         state_rows=np.array(state_rows, np.int64),
         states=np.empty((len(state_rows), hidden_size), np.float32),
         is_abandoned=is_abandoned,
+        num_shareable=np.array(shareable, np.int64) if min(shareable) < ALL_TOKENS else None,
     )
 
 

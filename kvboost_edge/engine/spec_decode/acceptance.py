@@ -136,4 +136,9 @@ class AcceptedDrafts:
         return [End(one, reason) for one in sequences if (reason := waiting[one.index])]
 
     def _commit(self, sequence: Sequence, num_computed: int) -> None:
-        self._manager.commit(sequence.blocks, sequence.token_ids, num_computed)
+        table = sequence.blocks
+        shareable = sequence.request.num_shareable
+        if table.num_computed_tokens < shareable < num_computed:
+            self._manager.commit(table, sequence.token_ids, shareable)
+        publish = num_computed <= shareable
+        self._manager.commit(table, sequence.token_ids, num_computed, publish=publish)

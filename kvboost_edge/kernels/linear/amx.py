@@ -43,7 +43,7 @@ from kvboost_edge.kernels.vectors import (
     emit_store,
 )
 
-__all__ = ["AmxTiles", "amx_tile"]
+__all__ = ["AmxTiles", "amx_tile", "emit_on_tile", "emit_tile_call", "tile_configuration"]
 
 Value = Any
 Builder = Any
@@ -70,7 +70,7 @@ _TERMS_AT = _CONFIG_AT + _LINE
 _SCRATCH = _TERMS_AT + 4 * _CELL_ROWS
 
 
-def _configuration(quads: int) -> ir.Constant:
+def tile_configuration(quads: int) -> ir.Constant:
     """Return the operand of LDTILECFG (palette 1) for parts of `quads` quads.
 
     The operand holds the number of rows and the bytes per row of each tile register; see Intel's
@@ -88,15 +88,16 @@ def _configuration(quads: int) -> ir.Constant:
     )
 
 
-def _call(b: Builder, name: str, *arguments: Value) -> None:
+def emit_tile_call(b: Builder, name: str, *arguments: Value) -> None:
     """Emit a tile instruction; Python ints among the arguments are tile register numbers."""
     values = [ir.Constant(_I8, value) if isinstance(value, int) else value for value in arguments]
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
 
 
-def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> None:
-    _call(b, name, number, b.inttoptr(address, _POINTER), int_constant(step))
+def emit_on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> None:
+    """Emit a load or store of a tile register whose rows are `step` bytes apart in memory."""
+    emit_tile_call(b, name, number, b.inttoptr(address, _POINTER), int_constant(step))
 
 
 class _Source(NamedTuple):
@@ -128,11 +129,11 @@ class AmxTiles(IntTiles):
         """Emit `ldtilecfg`, the multiplication and `tilerelease`."""
         self._scratch = emit_scratch(b, _SCRATCH)
         config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
-        b.store(_configuration(self.quads), config, align=_LINE)
-        _call(b, "ldtilecfg", config)
+        b.store(tile_configuration(self.quads), config, align=_LINE)
+        emit_tile_call(b, "ldtilecfg", config)
         super().emit(b, tile, panel, target)
         # Release the tiles, so the OS need not save them at a context switch.
-        _call(b, "tilerelease")
+        emit_tile_call(b, "tilerelease")
 
     def _at(self, b: Builder, offset: int) -> Value:
         return b.add(self._scratch, int_constant(offset))
@@ -210,25 +211,25 @@ class AmxTiles(IntTiles):
                 here, b.mul(b.urem(part, int_constant(self.parts)), int_constant(4 * self.quads))
             )
         for half, number in enumerate(_ROWS):
-            _on_tile(
+            emit_on_tile(
                 b, "tileloadd64", number, b.add(here, int_constant(half * LANES * GROUP)), GROUP
             )
         for t, number in enumerate(_WEIGHTS):
-            _on_tile(
+            emit_on_tile(
                 b, "tileloadd64", number, b.add(weights, int_constant(t * _QUADS * _LINE)), _LINE
             )
 
     def _multiply(self, b: Builder, t: int) -> None:
         """Emit `tdpbssd` for tile `t`, which leaves int32 sums in two tile registers."""
         for number, rows in zip(_SUMS[t], _ROWS, strict=True):
-            _call(b, "tilezero", number)
-            _call(b, "tdpbssd", number, rows, _WEIGHTS[t])
+            emit_tile_call(b, "tilezero", number)
+            emit_tile_call(b, "tdpbssd", number, rows, _WEIGHTS[t])
 
     def _store_sums(self, b: Builder, t: int) -> None:
         """Store the int32 sums of tile `t` in the scratch."""
         for half, number in enumerate(_SUMS[t]):
             offset = _SUMS_AT + (t * _CELL_ROWS + half * LANES) * _LINE
-            _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
+            emit_on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
     def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
         """Add a part's sums for one weight tile to the float sums; see `IntTiles._epilogue`."""

@@ -12,6 +12,7 @@ from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.amx_choice import trial_entries
 from kvboost_edge.kernels.linear.dispatch import ladders
+from kvboost_edge.kernels.linear.wide import requantize_entries
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attention_calls import attend_entries, close_entry
 from kvboost_edge.kernels.program.interpreter import apart_entries, program_entry
@@ -52,6 +53,11 @@ def table_entries(
     found |= {
         index: apart_entries[index] for index in entries_of(operations) if index != lt.K_PROGRAM
     }
+    if lt.K_WIDE in found:
+        found |= {
+            lt.K_REQUANTIZE + kind: requantize_entries[kind]
+            for kind in sorted(set(kinds) & requantize_entries.keys())
+        }
     if quantized is not None:
         found[lt.K_ATTEND] = attend_entries[quantized]
     if quantized:
@@ -71,7 +77,9 @@ def pass_entries(
     """
     of_table = table_entries(kinds, operations, quantized)
     longest = [
-        of_table.pop(index) for index in (lt.K_EXPERTS, lt.K_ATTEND, lt.K_SCAN) if index in of_table
+        of_table.pop(index)
+        for index in (lt.K_EXPERTS, lt.K_ATTEND, lt.K_WIDE, lt.K_SCAN)
+        if index in of_table
     ]
     return [program_entry, *longest, *trial_entries, *of_table.values(), copy_entry, *team_entries]
 

@@ -24,6 +24,7 @@ from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
 from kvboost_edge.kernels.program.states.scan import gate, scan, steps
 from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob, op_at
 from kvboost_edge.kernels.program.tokens import tokens_of
+from kvboost_edge.kernels.program.wide_matrices import run_wide
 from kvboost_edge.kernels.signature import BOOL, INT64
 from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
@@ -123,11 +124,18 @@ def _run_scan(job: ProgramJob, at: int, unit: int) -> None:
             gate(job, load_row(lt.GateOp, at), token)
 
 
+@kernel
+def _run_wide(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of an operation in wide arithmetic."""
+    run_wide(job, at, unit)
+
+
 apart_entries = {
     lt.K_EXPERTS: KernelEntry(_run_experts, *APART),
     lt.K_CONV: KernelEntry(_run_conv, *APART),
     lt.K_TAILS: KernelEntry(_run_tails, *APART),
     lt.K_SCAN: KernelEntry(_run_scan, *APART),
+    lt.K_WIDE: KernelEntry(_run_wide, *APART),
 }
 """Index in a job's `kernels` -> entry that runs the `OPERATIONS` of that index."""
 

@@ -34,6 +34,7 @@ from kvboost_edge.kernels.program.states.conv import tail_units
 from kvboost_edge.kernels.program.states.scan import scan_units
 from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob, entry_at, row_at
 from kvboost_edge.kernels.program.tokens import run_tokens, token_units
+from kvboost_edge.kernels.program.wide_matrices import wide_units
 from kvboost_edge.kernels.signature import INT64
 from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import LANES
@@ -76,6 +77,8 @@ def units_of(job: ProgramJob, at: int) -> Any:
         return closing_units(attention_row(job, load_row(lt.CloseOp, at).layer))
     if lt.is_op(lt.KeepConvOp, at):
         return tail_units(job, load_row(lt.KeepConvOp, at).conv)
+    if entry_at(at) == lt.K_WIDE:
+        return wide_units(job, at)
     if lt.is_op(lt.ScanOp, at):
         return scan_units(job, load_row(lt.ScanOp, at).heads)
     units = experts_units(job, at)

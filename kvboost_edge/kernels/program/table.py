@@ -63,6 +63,9 @@ __all__ = [
     "ScanOp",
     "SpreadOp",
     "StateHeads",
+    "WideGatedOp",
+    "WideLinearOp",
+    "WidePanelOp",
     "entry_at",
     "is_op",
     "op_at",
@@ -526,6 +529,32 @@ class GateOp(NamedTuple):
     eps: Float32 = 0.0
 
 
+class WidePanelOp(NamedTuple):
+    """`QuantizeOp` in wide arithmetic; see linear/wide.py. `panel.kind` is ignored."""
+
+    source: BufferRows
+    size: int
+    panel: PanelTarget
+
+
+class WideLinearOp(NamedTuple):
+    """`LinearOp` in wide arithmetic, which reads a panel of `WidePanelOp` or `WideGatedOp`."""
+
+    out: BufferRows
+    matrix: PackedMatrix
+    size: int
+    add: int = 0
+    factor: Float32 = 1.0
+
+
+class WideGatedOp(NamedTuple):
+    """`GatedOp` in wide arithmetic. The number of inner channels is a multiple of 32."""
+
+    matrix: PackedMatrix
+    inner: InnerChannels
+    out: int
+
+
 Operation = tuple[Any, ...]
 """Any of the operations above."""
 
@@ -577,11 +606,15 @@ Operation = tuple[Any, ...]
     B_TABLES,
 ) = range(27)
 
-# Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Indices
-# after K_CLOSE run operations that few models need; see interpreter.py. K_PROGRAM is not an index
-# but denotes the entry that runs the program.
+# Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Those
+# from K_EXPERTS to K_WIDE run operations that few models need; see interpreter.py. K_REQUANTIZE
+# plus the number of a weight format is an entry of linear/wide.py. K_PROGRAM is not an index but
+# denotes the entry that runs the program.
 K_PROGRAM = -1
-K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(MAX_KINDS, MAX_KINDS + 7)
+K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, K_WIDE, K_REQUANTIZE = range(
+    MAX_KINDS, MAX_KINDS + 8
+)
+NUM_KERNELS = K_REQUANTIZE + MAX_KINDS
 OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_PROGRAM: (
         EmbedOp,
@@ -602,6 +635,7 @@ OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_CONV: (ConvOp,),
     K_TAILS: (KeepConvOp,),
     K_SCAN: (ScanInputsOp, ScanOp, GateOp),
+    K_WIDE: (WidePanelOp, WideLinearOp, WideGatedOp),
 }
 """Entry -> operations that it runs. Each operation has one entry; others are rejected."""
 _KINDS = [kind for kinds in OPERATIONS.values() for kind in kinds]  # indexed by code

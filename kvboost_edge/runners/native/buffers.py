@@ -11,6 +11,7 @@ from kvboost_edge.kernels.attention.paged import QueryRotation, aligned_empty
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weight_formats import GROUP
+from kvboost_edge.kernels.linear.wide import wide_panel_bytes
 from kvboost_edge.kernels.program import attention_calls as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.table import BufferRows
@@ -32,9 +33,13 @@ class ProgramBuffers:
     Args:
         spec: the model.
         float_experts: whether the experts' weights are floats.
+        is_wide: whether passes may compute in wide arithmetic.
     """
 
-    def __init__(self, spec: ModelSpec, *, float_experts: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, float_experts: bool = False, is_wide: bool = False
+    ) -> None:
+        self._is_wide = is_wide
         self.sizes = Sizes.of(spec, floats=float_experts)
         self._spec = spec
         self._capacity = 0
@@ -207,14 +212,17 @@ class ProgramBuffers:
             number: aligned_empty((num_tokens * row + _SLACK,), np.float32)
             for number, row in floats.items()
         }
+        panel = num_tokens * sizes.groups * LARGEST_CELL
+        if self._is_wide:
+            panel = max(panel, wide_panel_bytes(num_tokens, sizes.groups * GROUP, fine=True))
         for number in (lt.B_PANEL, lt.B_INNER):
-            arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
+            arrays[number] = aligned_empty((panel,), np.int8)
         return arrays if sizes.mixture is None else arrays | _of_mixture(sizes.mixture, num_tokens)
 
 
 def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
     """Return the size of all buffers in bytes for passes of up to `num_tokens` tokens."""
-    buffers = ProgramBuffers(spec, float_experts=True)
+    buffers = ProgramBuffers(spec, float_experts=True, is_wide=True)
     arrays = buffers._of_size(num_tokens).values()  # never written, so it takes no physical memory
     logits = 4 * _KEPT_ROWS * buffers.sizes.logits
     each = sum(2 * len(rope.frequencies) for rope in spec.ropes) + (spec.query_scale is not None)

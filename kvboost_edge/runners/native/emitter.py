@@ -52,8 +52,15 @@ class Emitter:
     """
 
     def __init__(
-        self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
+        self,
+        spec: ModelSpec,
+        plan: list[PackEntry],
+        packed: PackedWeights,
+        num_threads: int,
+        *,
+        is_wide: bool = False,
     ) -> None:
+        self._is_wide = is_wide
         self.spec = spec
         self.packed = packed
         self.num_threads = num_threads
@@ -71,15 +78,31 @@ class Emitter:
     def is_quantized(self, name: str) -> bool:
         return not FORMATS[self.entries[name].kind].is_float
 
+    def is_wide(self, name: str) -> bool:
+        """Return whether a matrix is multiplied in wide arithmetic: those of layers, not the head.
+
+        Experts have their own operations, which are exact.
+        """
+        return self._is_wide and name.startswith("layer") and self.is_quantized(name)
+
     def read_by(self, name: str) -> int:
         """Return the weight format that a matrix's inputs are quantized for; 0 for floats."""
         return self.kind(name) if self.is_quantized(name) else 0
 
     def panel(self, reader: str, buffer: int = lt.B_PANEL) -> lt.PanelTarget:
-        """Return the panel that receives the quantized input of the matrix `reader`."""
-        if not self.is_quantized(reader):
+        """Return the panel that receives the quantized input of the matrix `reader`.
+
+        In wide arithmetic there is none, and `widen` must follow.
+        """
+        if not self.is_quantized(reader) or self.is_wide(reader):
             return lt.PanelTarget()
         return lt.PanelTarget(self.kind(reader), buffer, int(_is_fine(reader)))
+
+    def widen(self, source: BufferRows, count: int, reader: str, buffer: int = lt.B_PANEL) -> None:
+        """Emit the input of the matrix `reader` in wide arithmetic, if it is multiplied in it."""
+        if self.is_wide(reader):
+            panel = lt.PanelTarget(0, buffer, int(_is_fine(reader)))
+            self.ops.append(lt.WidePanelOp(source, count, panel))
 
     def scaled(self, name: str, factors: npt.NDArray[np.float32]) -> int:
         """Return the address of a packed vector with its first elements times `factors`."""
@@ -103,6 +126,7 @@ class Emitter:
         self.ops.append(
             lt.NormOp(self.hidden, self.normed, size, address, self.spec.eps, self.panel(reader))
         )
+        self.widen(self.normed, size, reader)
 
     def sub_norm(
         self, weight: str, rows: BufferRows, size: int, reader: str, *, buffer: int = lt.B_PANEL
@@ -119,9 +143,12 @@ class Emitter:
         panel = self.panel(reader, buffer)
         address = self.packed.address(weight)
         self.ops.append(lt.NormOp(rows, rows, size, address, self.spec.eps, panel))
+        self.widen(rows, size, reader, buffer)
 
     def quantize(self, source: BufferRows, count: int, reader: str) -> None:
-        if self.is_quantized(reader):
+        if self.is_wide(reader):
+            self.widen(source, count, reader)
+        elif self.is_quantized(reader):
             self.ops.append(lt.QuantizeOp(source, count, self.panel(reader)))
 
     def matrix(self, name: str, unit: int, num_units: int, panel: int) -> lt.PackedMatrix:
@@ -171,7 +198,10 @@ class Emitter:
             matrix = self.matrix(run, MAX_TILES, -(-rows // LANES), panel)
             matrix = matrix._replace(bias=bias + 4 * done if bias else 0)
             to = out._replace(first=out.first + done)
-            self.ops.append(lt.LinearOp(source, to, matrix, rows, int(add), factor))
+            if self.is_wide(run):
+                self.ops.append(lt.WideLinearOp(to, matrix, rows, int(add), factor))
+            else:
+                self.ops.append(lt.LinearOp(source, to, matrix, rows, int(add), factor))
             done += rows
             index += 1
 
@@ -200,7 +230,8 @@ class Emitter:
         if inner % GROUP == 0 and is_quantized and not sub_norms:
             matrix = self.matrix(way_in, MAX_TILES // 4, inner // GROUP, lt.B_PANEL)
             channels = lt.InnerChannels(inner, act, self.kind(down))
-            self.ops.append(lt.GatedOp(matrix, channels, lt.B_INNER))
+            kind = lt.WideGatedOp if self.is_wide(way_in) else lt.GatedOp
+            self.ops.append(kind(matrix, channels, lt.B_INNER))
         else:
             self.linear(way_in, source, self.wide)
             # Without a gate, `by` is ignored but needs a valid address.
@@ -209,6 +240,8 @@ class Emitter:
             self.ops.append(lt.ActivateOp(self.wide, rows, inner, act, by, panel))
             if sub_norms:
                 self.sub_norm(f"{layer}mlp_sub", rows, inner, down, buffer=lt.B_INNER)
+            else:
+                self.widen(rows, inner, down, lt.B_INNER)
         return rows
 
     def into_hidden(

@@ -73,9 +73,15 @@ class _Builder(Emitter):
     """Builder for the operations of a decoder."""
 
     def __init__(
-        self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
+        self,
+        spec: ModelSpec,
+        plan: list[PackEntry],
+        packed: PackedWeights,
+        num_threads: int,
+        *,
+        is_wide: bool = False,
     ) -> None:
-        super().__init__(spec, plan, packed, num_threads)
+        super().__init__(spec, plan, packed, num_threads, is_wide=is_wide)
         self.ones = np.ones(max(layer.head_dim for layer in spec.layers), dtype=np.float32)
         self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
 
@@ -157,6 +163,7 @@ class _Builder(Emitter):
         gates = self.wide._replace(first=count + 2 * own.num_kv_heads * own.head_dim)
         panel = self.panel(f"layer{index}.out")
         self.ops.append(lt.ActivateOp(gates, rows, count, ACT_SIGMOID, rows, panel))
+        self.widen(rows, count, f"layer{index}.out")
 
     def before_mixing(self, index: int) -> None:
         """Emit a layer's recurrent mixer and the preparation of its attention, if it has them."""
@@ -253,6 +260,7 @@ class _Builder(Emitter):
         act = ACTIVATIONS[self.spec.activation]
         panel = self.panel(names[1], lt.B_INNER)
         self.ops.append(lt.ActivateOp(self.wide, rows, width, act, by, panel))
+        self.widen(rows, width, names[1], lt.B_INNER)
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
     def head(self) -> int:
@@ -301,6 +309,8 @@ def build_program(
     packed: PackedWeights,
     num_threads: int,
     short_vocabulary: int = 0,
+    *,
+    is_wide: bool = False,
 ) -> LayerProgram:
     """Build a model's program.
 
@@ -312,8 +322,9 @@ def build_program(
         packed: its weights.
         num_threads: number of kernel threads.
         short_vocabulary: see `RunnerInfo`.
+        is_wide: whether the matrices of layers are multiplied in wide arithmetic.
     """
-    builder = _Builder(spec, plan, packed, num_threads)
+    builder = _Builder(spec, plan, packed, num_threads, is_wide=is_wide)
     ops = builder.ops
     parts = []
     first = 0
@@ -355,9 +366,11 @@ def build_program(
     return program
 
 
-def possible_operations(spec: ModelSpec) -> list[type[lt.Operation]]:
-    """Return all operations that a model's program may contain, before its weights are packed."""
+def possible_operations(spec: ModelSpec, *, is_wide: bool = False) -> list[type[lt.Operation]]:
+    """Return all operations that a model's programs may contain, before its weights are packed."""
     found = [lt.K_PROGRAM]
+    if is_wide:
+        found.append(lt.K_WIDE)
     if spec.experts is not None:
         found.append(lt.K_EXPERTS)
     if spec.mixer is not None:

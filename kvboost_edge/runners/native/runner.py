@@ -56,10 +56,12 @@ from kvboost_edge.runners.native.select_native import (
     LATE_NORM,
     RECURRENT,
     STORES_NOTHING,
+    WIDE_KEYS,
     log_dtype,
     log_notices,
     native_kv_spec,
 )
+from kvboost_edge.runners.native.split_pass import joined_outputs, split_pass
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 from kvboost_edge.segments import has_delta, turned_positions
 
@@ -125,14 +127,21 @@ class NativeRunner:
         kv_bits: tuple[int, int] = (16, 16),
         table: RowTable | None = None,
         short_vocabulary: int = 0,
+        is_wide: bool = False,
     ) -> None:
         self._spec = spec
         self._packed = packed
         self._table = table
-        self._program = build_program(spec, plan, packed, num_threads, short_vocabulary)
+        self._exact = build_program(spec, plan, packed, num_threads, short_vocabulary)
+        self._wide = self._exact
+        if is_wide:
+            self._wide = build_program(
+                spec, plan, packed, num_threads, short_vocabulary, is_wide=True
+            )
+        self._program = self._exact  # that of the current pass
         experts = (entry.kind for entry in plan if entry.name.endswith(".experts_down"))
         floats = any(FORMATS[kind].is_float for kind in experts)
-        self._buffers = ProgramBuffers(spec, float_experts=floats)
+        self._buffers = ProgramBuffers(spec, float_experts=floats, is_wide=is_wide)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)
@@ -159,6 +168,7 @@ class NativeRunner:
             borrows_kv=spec.backbone_size > 0,
             short_vocabulary=short_vocabulary,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
+            has_private_tail=is_wide,
         )
 
     @classmethod
@@ -173,6 +183,7 @@ class NativeRunner:
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
         short_vocabulary: int = 0,
+        is_wide: bool = False,
     ) -> NativeRunner:
         """Load a checkpoint. Packed weights are taken from the cache directory if possible.
 
@@ -186,6 +197,7 @@ class NativeRunner:
                 memory only.
             progress: called with the bytes done and the bytes in total.
             short_vocabulary: see `RunnerInfo`.
+            is_wide: whether to compute KV that is shared in wide arithmetic.
 
         Raises:
             ModelFormatError: the native runner cannot run the model.
@@ -196,7 +208,7 @@ class NativeRunner:
         plan = checkpoint.plan(weights)
         with checkpoint.open_source() as source:
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = _pass_entries(spec, plan, kv_bits)
+            program, *entries = _pass_entries(spec, plan, kv_bits, is_wide=is_wide)
             compile_ahead(
                 [program, *packing_entries(plan, source, row_tables(spec)), *entries],
                 default_num_threads(),
@@ -223,6 +235,7 @@ class NativeRunner:
             kv_bits=kv_bits,
             table=tables[0] if tables else None,
             short_vocabulary=short_vocabulary,
+            is_wide=is_wide,
         )
 
     def lend(self, borrower: PackedWeights, entries: Mapping[str, PackEntry]) -> None:
@@ -238,6 +251,8 @@ class NativeRunner:
             return RECURRENT
         if self._spec.family.late_norm:
             return LATE_NORM
+        if self.info.has_private_tail:
+            return WIDE_KEYS
         # Attention can read queries before RoPE only if the pass is one kernel call.
         if self._whole is not None:
             return None
@@ -287,7 +302,8 @@ class NativeRunner:
             )
         whole = self._whole if self._texts is None else self._texts.whole
         quantized = None if whole is None else whole.is_quantized
-        self._kernels = kernel_table(self.kinds, self._program.kinds, quantized)
+        operations = self._exact.kinds | self._wide.kinds
+        self._kernels = kernel_table(self.kinds, operations, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Compute a pass: store its KV, fill `batch.states` and return logits.
@@ -296,6 +312,19 @@ class NativeRunner:
             Logits, float32 [num_logits, vocab_size], or [num_logits, short_vocabulary] if
             `batch.is_short`.
         """
+        if not self.info.has_private_tail:
+            return self._forward(batch)
+        parts = split_pass(batch, self.info.kv_spec.block_size)
+        found = []
+        for part in parts:
+            self._program = self._wide if part.is_shareable else self._exact
+            logits = self._forward(part.batch)
+            found.append(logits if len(parts) == 1 else logits.copy())
+        self._program = self._exact
+        return found[0] if len(parts) == 1 else joined_outputs(batch, parts, found)
+
+    def _forward(self, batch: ForwardBatch) -> Floats:
+        """Compute a pass with the current program."""
         backend = self._backend
         if backend is None:
             raise ConfigError("call bind before forward: the runner has no backend for its KV")
@@ -639,22 +668,24 @@ class NativeRunner:
             self._table.close()
 
 
-def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int]) -> None:
+def load_kernels(
+    checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int], *, is_wide: bool = False
+) -> None:
     """Load the machine code that a model's passes need into this process.
 
     Missing code is compiled.
     """
-    entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits)
+    entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits, is_wide=is_wide)
     compile_ahead(entries, default_num_threads())
     for entry in entries:
         _ = entry.address
 
 
 def _pass_entries(
-    spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int]
+    spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int], *, is_wide: bool
 ) -> list[KernelEntry]:
     """Return the kernel entries that a model's passes need, before its weights are packed."""
-    possible = possible_operations(spec)
+    possible = possible_operations(spec, is_wide=is_wide)
     return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
 
 
@@ -669,6 +700,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
         cache_dir=checkpoint.cache_dir,
         progress=options.progress,
         short_vocabulary=options.short_vocabulary,
+        is_wide=options.arithmetic == "wide",
     )
     log_dtype(options.dtype, runner.info)
     return runner

@@ -23,6 +23,7 @@ __all__ = [
     "LATE_NORM",
     "RECURRENT",
     "STORES_NOTHING",
+    "WIDE_KEYS",
     "WORKS_WITH",
     "choose_weights",
     "log_dtype",
@@ -54,6 +55,8 @@ RECURRENT = (
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 STORES_NOTHING = "the model is bidirectional and stores no KV"
+WIDE_KEYS = "with arithmetic='wide', keys are not reused at other positions"
+"""Reason why `EngineConfig.arithmetic` excludes such reuse."""
 # Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
 # compiler.
 _GROUP = 32
@@ -136,8 +139,8 @@ def choose_weights(
     from kvboost_edge.models.packed.pack_plan import STORED
 
     spec = model.spec
-    if config.arithmetic != "exact":
-        raise ConfigError(f"arithmetic={config.arithmetic!r} is not available yet; leave it out")
+    if config.arithmetic == "wide":
+        _check_wide(config, spec)
     pool_bytes = plan_pool(
         native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context
     )
@@ -159,6 +162,23 @@ def choose_weights(
     if 2 * (needed + pool_bytes) <= available:
         return "int8", f"{sum_of} are at most half of the {_mb(available)} available"
     return "int4", f"{sum_of} would be more than half of the {_mb(available)} available"
+
+
+def _check_wide(config: EngineConfig, spec: ModelSpec) -> None:
+    """Check that arithmetic='wide' applies to a model and the other options.
+
+    Raises:
+        ConfigError: it does not apply.
+    """
+    reason = ""
+    if spec.both_ways:
+        reason = STORES_NOTHING
+    elif spec.mixer is not None:
+        reason = "layers of this model keep a recurrent state"
+    elif config.weights in _OF_DTYPE.values() or config.dtype in _OF_DTYPE:
+        reason = f"weights={_OF_DTYPE.get(config.dtype, config.weights)!r} are not integers"
+    if reason:
+        raise ConfigError(f"arithmetic='wide' is not supported: {reason}; use arithmetic='exact'")
 
 
 def native_kv_spec(

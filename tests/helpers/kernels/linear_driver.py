@@ -44,6 +44,7 @@ class Program:
     def kernels(self) -> npt.NDArray[np.int64]:
         """Return the kernel table for the weight formats that the operations read."""
         of = (lt.LinearOp, lt.GatedOp, lt.ExpertsGatedOp, lt.ExpertsDownOp)
+        of += (lt.WideLinearOp, lt.WideGatedOp)
         kinds = [op.matrix.kind for op in self.ops if isinstance(op, of)]
         return kernel_table(kinds, {type(op) for op in self.ops})
 

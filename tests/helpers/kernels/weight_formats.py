@@ -9,6 +9,7 @@ from kvboost_edge.kernels.linear import weight_formats as registry
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import PackedRows, pack_codes, pack_rows
 from kvboost_edge.kernels.reference import linear as reference
+from kvboost_edge.kernels.reference import wide
 
 Floats = npt.NDArray[np.float32]
 FORMATS = tuple(registry.FORMATS)
@@ -110,10 +111,28 @@ def _float8_rows(rows: int, inputs: int, seed: int) -> PackedRows:
 def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False) -> Floats:
     """Multiply tokens by a packed matrix as the specification does, float32 [tokens, rows]."""
     inputs = x.shape[1]
-    minima = None
     if kind not in INTEGERS:
         stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
         return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))
+    quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
+    weights = unpacked(kind, packed, rows, inputs)
+    return reference.linear_int(quantized, token_scales, *weights)[:, :rows]
+
+
+def wide_product(
+    kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False
+) -> Floats:
+    """Multiply like `product`, in wide arithmetic."""
+    quantized, token_scales = wide.quantize_wide_rows(x, fine=fine)
+    weights = wide.requantize_rows(*unpacked(kind, packed, rows, x.shape[1]))
+    return wide.linear_wide(quantized, token_scales, *weights)[:, :rows]
+
+
+def unpacked(
+    kind: str, packed: PackedRows, rows: int, inputs: int
+) -> tuple[npt.NDArray[np.int8], Floats, Floats | None]:
+    """Return the codes, scales and minima (or None) of an integer matrix, with padding."""
+    minima = None
     if kind in BLOCKS:
         halves = packed.minima.view(np.float16)
         codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
@@ -132,5 +151,4 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
         if registry.FORMATS[kind].minima:
             minima = reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
             codes = codes + (1 << registry.FORMATS[kind].bits - 1)
-    quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
-    return reference.linear_int(quantized, token_scales, codes, scales, minima)[:, :rows]
+    return codes, scales, minima
