@@ -1,5 +1,5 @@
-"""exp is accurate to two units in the last place and equal in vectors and scalars. Conversions to
-and from 16 bits are exact.
+"""exp and 2^x are accurate to two units in the last place, and equal in vectors, scalars and NumPy.
+Conversions to and from 16 bits are exact.
 """
 
 import numpy as np
@@ -8,12 +8,14 @@ import pytest
 from helpers.kernels.paged_cases import round_to
 from kvboost_edge.kernels.attention.float_tiles import TILE, softmax_rows, stage_rows
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.reference import floats
 from kvboost_edge.kernels.vectors import (
     KIND_BF16,
     KIND_F16,
     KIND_F32,
     LANES,
     address_of,
+    exp2_f32,
     exp_f32,
     fetch_add,
     load_f32,
@@ -34,7 +36,13 @@ def exp_each(values, out):
 
 
 @kernel
-def exp_rows(scores, numbers, steps):
+def exp2_each(values, out):
+    for index in range(values.size):
+        out[index] = exp2_f32(values[index])
+
+
+@kernel
+def exp2_rows(scores, numbers, steps):
     """Apply softmax_rows to float32 [steps, 4, 64], each with an initial maximum and total of 0."""
     for step in range(steps):
         for row in range(4):
@@ -68,9 +76,9 @@ def move_numbers(floats, integers, out):
     return number, integer, fetch_add(address_of(out), 5)
 
 
-def exp_of(values):
+def each(function, values):
     out = np.empty_like(values)
-    exp_each(values, out)
+    function(values, out)
     return out
 
 
@@ -91,28 +99,46 @@ def as_bfloat16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def test_exp_is_accurate_everywhere():
-    values = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(
+@pytest.mark.parametrize(
+    ("compiled", "reference", "exact", "low", "high"),
+    [(exp_each, floats.exp_f32, np.exp, -87, 88), (exp2_each, floats.exp2_f32, np.exp2, -126, 127)],
+    ids=["exp", "exp2"],
+)
+def test_powers_are_accurate_and_equal_the_reference(compiled, reference, exact, low, high):
+    values = np.concatenate([np.linspace(low, high, 400_001), np.linspace(-1, 1, 100_001)]).astype(
         np.float32
     )
-    exact = np.exp(values.astype(np.float64))
-    assert np.abs(exp_of(values) / exact - 1).max() < 2e-7
+    got = each(compiled, values)
+    assert np.abs(got / exact(values.astype(np.float64)) - 1).max() < 2e-7
+    assert_same_bits(got, reference(values))
 
 
-def test_exp_at_extreme_values():
-    values = np.array([0.0, -0.0, -87.5, -1e30, -np.inf, np.nan], np.float32)
-    np.testing.assert_array_equal(exp_of(values), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
+@pytest.mark.parametrize(
+    ("compiled", "reference", "lowest", "least"),
+    [(exp_each, floats.exp_f32, -87, np.exp(-87.0)), (exp2_each, floats.exp2_f32, -126, 2.0**-126)],
+    ids=["exp", "exp2"],
+)
+def test_powers_at_extreme_values(compiled, reference, lowest, least):
+    """Every result is 0 or a normal number, so none depends on how subnormal numbers are treated."""
+    below = np.nextafter(np.float32(lowest), np.float32(-np.inf))
+    odd_nan = np.array([0x7FC00001], np.uint32).view(np.float32)[0]
+    values = np.array([0, -0.0, lowest, below, -1e30, -np.inf, np.nan, odd_nan], np.float32)
+    got = each(compiled, values)
+    with np.errstate(all="ignore"):
+        assert_same_bits(got, reference(values))
+    expected = np.array([1, 1, least, 0, 0, 0, np.nan, np.nan])
+    np.testing.assert_allclose(got, expected, rtol=2e-7)
 
 
-def test_exp_in_vectors_equals_exp_alone():
+def test_powers_in_vectors_equal_those_alone():
     values = (
-        -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 30
+        -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 50
     )
-    values[0, :, :3] = 0.0, -np.inf, -87.01
+    values[0, :, :3] = 0.0, -np.inf, -126.01
     out = values.copy()
     numbers = np.zeros(12, np.float32)
-    exp_rows(out.ctypes.data, numbers.ctypes.data, len(out))
-    assert_same_bits(out, exp_of(values.ravel()).reshape(values.shape))
+    exp2_rows(out.ctypes.data, numbers.ctypes.data, len(out))
+    assert_same_bits(out, each(exp2_each, values.ravel()).reshape(values.shape))
 
 
 @pytest.mark.parametrize(

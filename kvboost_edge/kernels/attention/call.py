@@ -47,8 +47,8 @@ class AttentionShape(NamedTuple):
         block_size: tokens per block.
         kind: dtype of the pool: KIND_F32, KIND_F16 or KIND_BF16.
         window: sliding window in tokens, or 0 for full attention.
-        softcap: softcap of scores, or 0 for no softcap.
-        softmax_scale: factor applied to scores.
+        softcap: softcap of scores times log2(e), or 0 for no softcap.
+        softmax_scale: factor applied to scores, times log2(e).
         ahead: number of later tokens that a query also sees, or 0 for causal attention.
     """
 

@@ -20,6 +20,7 @@ from kvboost_edge.kernels.attention.call import (
 from kvboost_edge.kernels.attention.float_attend import attend
 from kvboost_edge.kernels.attention.float_tiles import ROWS
 from kvboost_edge.kernels.attention.paged import (
+    LOG2_E,
     AttentionOptions,
     Floats,
     KVPool,
@@ -206,8 +207,8 @@ def make_call(
         block_size=block_size,
         kind=storage_kind(pool),
         window=options.window,
-        softcap=float(options.softcap),
-        softmax_scale=float(options.softmax_scale),
+        softcap=float(options.softcap) * LOG2_E,
+        softmax_scale=float(options.softmax_scale) * LOG2_E,
         ahead=options.ahead,
     )
     tables = _plain(batch.block_tables, np.int32)

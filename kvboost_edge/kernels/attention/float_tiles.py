@@ -36,7 +36,8 @@ from kvboost_edge.kernels.vectors import (
     LANES,
     V16,
     emit_exp,
-    emit_exps,
+    emit_exp2,
+    emit_exp2s,
     emit_fma,
     emit_lanes_in,
     emit_load,
@@ -294,11 +295,11 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
     """Do one online-softmax step for four rows over one tile.
 
     Args:
-        scores: address of float32 [4, 64], replaced by exp(score - new maximum). A score of -inf
+        scores: address of float32 [4, 64], replaced by 2^(score - new maximum). A score of -inf
             hides a token and becomes exactly 0.
         maxima: address of float32 [4], updated: running maxima, -inf before the first visible
             token.
-        totals: address of float32 [4], updated: running sums of exponentials.
+        totals: address of float32 [4], updated: running sums of the powers.
         rescale: address of float32 [4], written: factor of the earlier sums, 1 if the maximum did
             not change.
     """
@@ -311,7 +312,10 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
 
 
 def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, rescale: Value) -> None:
-    """Emit `softmax_rows`: fold each row to 16 lanes, then reduce all four rows at once."""
+    """Emit `softmax_rows`: fold each row to 16 lanes, then reduce all four rows at once.
+
+    Maxima, powers and sums have loops of their own, so that the rows of a loop overlap.
+    """
     quad = ir.VectorType(F32, ROWS)
     spread = [lane // ROWS for lane in range(LANES)]
 
@@ -354,11 +358,13 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         shifted = [b.fsub(emit_load(b, V16, place), own_base) for place in places]
         weights = []
         for first in range(0, STRIPS, _AT_ONCE):
-            weights += emit_exps(b, shifted[first : first + _AT_ONCE])
+            weights += emit_exp2s(b, shifted[first : first + _AT_ONCE])
         for weight, place in zip(weights, places, strict=True):
             emit_store(b, weight, place)
-        emit_store(b, fold(weights, b.fadd), b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
-    factor = emit_exp(b, b.fsub(old, base))
+    with emit_loop(b, _int(ROWS)) as row:
+        total = fold([emit_load(b, V16, place) for place in row_places(row)], b.fadd)
+        emit_store(b, total, b.add(folded, b.mul(row, _int(_VECTOR_BYTES))))
+    factor = emit_exp2(b, b.fsub(old, base))
     store_quad(emit_fma(b, load_quad(totals), factor, reduced(b.fadd)), totals)
     store_quad(new, maxima)
     store_quad(factor, rescale)

@@ -16,6 +16,7 @@ from kvboost_edge.segments import Longs, Segment, Segments, valid_to
 
 __all__ = [
     "ITEM_COLUMNS",
+    "LOG2_E",
     "NO_END",
     "PARTITION",
     "AttentionOptions",
@@ -33,6 +34,8 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
+LOG2_E = 1.4426950408889634
+"""log2(e): kernels compute softmax with powers of two, so they multiply scores by it."""
 _TILE = 64  # tokens; see float_tiles.py
 # Tokens per partition. Partial results end at multiples of PARTITION and merge in order, so results
 # depend on neither the batch nor the chunking of the prompt.

@@ -8,6 +8,9 @@ therefore depend only on its sequence and position.
 KV that was computed at other positions is not modified. Instead, the unit's query rows are rotated
 back by the segment's delta.
 
+Scores, sinks and running maxima are logarithms to base 2, because 2^x is cheaper than exp(x). The
+factor log2(e) is part of the softmax scale; see `AttentionShape`.
+
 Float32 buffers are passed as byte addresses, which need no bounds checks or wraparound code and
 produce less IR.
 """
@@ -30,15 +33,25 @@ from kvboost_edge.kernels.attention.call import (
     Unit,
 )
 from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
-from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
+from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, LOG2_E, NO_END, Item
 from kvboost_edge.kernels.attention.rope import rotate_head
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.tuples import load_i32_row
-from kvboost_edge.kernels.vectors import LANES, exp_f32, fetch_add, load_f32, load_i32, store_f32
+from kvboost_edge.kernels.vectors import (
+    LANES,
+    exp2_f32,
+    fetch_add,
+    fma_f32,
+    load_f32,
+    load_i32,
+    store_f32,
+)
 
 __all__ = ["after", "clear_state", "merge_partition", "unit_loop"]
 
 _LOWEST = np.float32(-np.inf)
+_LOG2_E = np.float32(LOG2_E)
+_LN_2 = np.float32(math.log(2.0))
 
 
 @kernel
@@ -67,8 +80,8 @@ def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: in
         new = load_f32(state + maxima + 4 * row)
         top = max(old, new)
         base = np.float32(0.0) if top == _LOWEST else top
-        keep = exp_f32(old - base)
-        add = exp_f32(new - base)
+        keep = exp2_f32(old - base)
+        add = exp2_f32(new - base)
         mix_row(merged + 4 * row * dim, state + 4 * row * dim, dim, keep, add)
         mix_row(merged + totals + 4 * row, state + totals + 4 * row, 1, keep, add)
         store_f32(merged + maxima + 4 * row, top)
@@ -175,15 +188,16 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
         total = load_f32(maxima + 4 * (shape.padded_rows + row))
         factor = np.float32(1.0)
         if job.sinks != 0:
-            sink = load_f32(job.sinks + 4 * q_head)
+            sink = load_f32(job.sinks + 4 * q_head) * _LOG2_E
             top = max(maximum, sink)
-            factor = exp_f32(maximum - top)
-            total = total * factor + exp_f32(sink - top)
+            factor = exp2_f32(maximum - top)
+            total = fma_f32(total, factor, exp2_f32(sink - top))
             maximum = top
         scale_row(
             job.out + 4 * target * dim, merged + 4 * row * shape.padded_dim, dim, factor / total
         )
-        store_f32(job.lse + 4 * target, maximum + np.float32(math.log(total)))
+        log_total = np.float32(math.log(total))
+        store_f32(job.lse + 4 * target, fma_f32(maximum, _LN_2, log_total))
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:

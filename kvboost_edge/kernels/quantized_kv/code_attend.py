@@ -88,9 +88,10 @@ class _Coded(NamedTuple):
     """Addresses of a unit's scratch for quantized tiles.
 
     Attributes:
-        rows: float32 [padded_rows / 4, dim / 16, 4, 16], queries; see `fold_rows`.
-        units: float32 like `rows`, queries scaled to the integer range; see `divide_row`.
-        row_steps: float32 [padded_rows], the value in `rows` that corresponds to 1 in `units`.
+        rows: float32 [padded_rows / 4, dim / 16, 4, 16], queries scaled to the integer range; see
+            `fold_rows`.
+        row_steps: float32 [padded_rows], the value that corresponds to 1 in `rows`; see
+            `divide_row`.
         zeros: float32 [4 strips, dim], key zeros.
         steps: float32 [4 strips, dim], key steps divided by the strip's largest step.
         tops: float32 [4 strips], largest key step.
@@ -104,7 +105,6 @@ class _Coded(NamedTuple):
     """
 
     rows: int
-    units: int
     row_steps: int
     zeros: int
     steps: int
@@ -122,7 +122,7 @@ def coded_scratch_floats(padded_rows: int, dim: int) -> int:
     """Return how many floats of scratch each thread needs besides those of float attention."""
     # Sizes of the sections of `_lay_out`, rounded up.
     sections = (
-        2 * padded_rows * dim,
+        padded_rows * dim,
         padded_rows,
         2 * STRIPS * dim,
         2 * TILE,
@@ -139,8 +139,7 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
     shape = job.plain.shape
     dim = job.layout.dim
     rows = after(unit.table + 8 * 6 * STRIPS, 0)
-    units = after(rows, shape.padded_rows * dim)
-    row_steps = after(units, shape.padded_rows * dim)
+    row_steps = after(rows, shape.padded_rows * dim)
     zeros = after(row_steps, shape.padded_rows)
     steps = after(zeros, STRIPS * dim)
     tops = after(steps, STRIPS * dim)
@@ -158,11 +157,10 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
             count = min(LANES, shape.head_dim - channel)
             scale_row(at, unit.query + 4 * (row * shape.head_dim + channel), count, np.float32(1.0))
             fill(at + 4 * count, LANES - count, np.float32(0.0))
-        store_f32(row_steps + 4 * row, divide_row(units + offset, rows + offset, dim))
+        store_f32(row_steps + 4 * row, divide_row(rows + offset, dim))
     fill(blank, dim, np.float32(0.0))
     return _Coded(
         rows=rows,
-        units=units,
         row_steps=row_steps,
         zeros=zeros,
         steps=steps,
@@ -289,7 +287,7 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
         place = 4 * row * dim
         fold_rows(
             coded.rows + place,
-            coded.units + place,
+            coded.row_steps + 4 * row,
             dim,
             coded.zeros,
             coded.steps,

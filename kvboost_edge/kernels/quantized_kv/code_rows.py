@@ -156,23 +156,22 @@ def decode_keys(
 
 
 @intrinsic
-def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
-    """Scale a query row to the integer range: out = row * (Q_TOP / largest |row|).
+def divide_row(typing: Any, row: Any, dim: Any) -> Any:
+    """Scale a query row to the integer range in place: row * (Q_TOP / largest |row|).
 
-    In both rows, 16 channels are contiguous and the next 16 channels follow after ROWS * 16 floats;
-    see `fold_rows`.
+    16 channels are contiguous and the next 16 channels follow after ROWS * 16 floats; see
+    `fold_rows`.
 
     Args:
-        out: address of float32 [dim], written.
-        row: address of float32 [dim].
+        row: address of float32 [dim], updated.
         dim: number of channels, a multiple of 16.
 
     Returns:
-        The value in `row` that corresponds to 1 in `out`.
+        The value before that corresponds to 1 afterwards.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        out, row, dim = arguments
+        row, dim = arguments
         (top,) = emit_slots(b, float_lanes(TINY), 1)
         vectors = b.udiv(dim, emit_int(LANES))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
@@ -182,12 +181,12 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
         largest = _first(b, _spread_max(b, b.load(top)))
         factor = emit_splat(b, b.fdiv(ir.Constant(F32, Q_TOP), largest))
         with cgutils.for_range(b, vectors, intp=I64) as loop:
-            at = b.mul(loop.index, emit_int(LINE * ROWS))
-            emit_store(b, b.fmul(emit_load(b, V16, b.add(row, at)), factor), b.add(out, at))
+            at = b.add(row, b.mul(loop.index, emit_int(LINE * ROWS)))
+            emit_store(b, b.fmul(emit_load(b, V16, at), factor), at)
         one = b.fdiv(ir.Constant(F32, 1.0), ir.Constant(F32, Q_TOP))
         return b.fmul(largest, one)
 
-    return types.float32(*[types.int64] * 3), codegen
+    return types.float32(types.int64, types.int64), codegen
 
 
 def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
@@ -221,36 +220,33 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
 
 @intrinsic
 def fold_rows(
-    typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any
+    typing: Any, rows: Any, row_steps: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any
 ) -> Any:
     """Multiply four query rows by the key steps and key zeros of the tile's four strips.
 
     Args:
-        rows: address of float32 [dim / 16, 4 rows, 16], the queries.
-        units: address of float32 like `rows`, the queries scaled by `divide_row`.
+        rows: address of float32 [dim / 16, 4 rows, 16], the queries scaled by `divide_row`.
+        row_steps: address of float32 [4], the results of `divide_row`.
         dim: number of channels, a multiple of 16.
         zeros: address of float32 [4 strips, dim]; see `decode_keys`.
         steps: address of float32 [4 strips, dim]; see `decode_keys`.
         planes: address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
-            round(unit * step).
+            round(row * step).
         dots: address of float32 [4 strips, 4 rows], written: query . zeros.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        rows, units, dim, zeros, steps, planes, dots = arguments
+        rows, row_steps, dim, zeros, steps, planes, dots = arguments
         sums = emit_slots(b, ZERO, ROWS * STRIPS)
         strip_bytes = b.mul(dim, emit_int(4))
         with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
             at = b.mul(loop.index, emit_int(LINE))
             place = b.mul(loop.index, emit_int(ROWS * LINE))
             out = b.add(planes, b.mul(loop.index, emit_int(ROWS * STRIPS * 2 * LANES)))
-            queries, integers = (
-                [
-                    emit_load(b, V16, b.add(array, b.add(place, emit_int(LINE * row))))
-                    for row in range(ROWS)
-                ]
-                for array in (rows, units)
-            )
+            queries = [
+                emit_load(b, V16, b.add(rows, b.add(place, emit_int(LINE * row))))
+                for row in range(ROWS)
+            ]
             for strip in range(STRIPS):
                 here = b.add(at, b.mul(strip_bytes, emit_int(strip)))
                 zero, step = (emit_load(b, V16, b.add(array, here)) for array in (zeros, steps))
@@ -260,8 +256,8 @@ def fold_rows(
                 # With 128 added, the upper byte is the nearest multiple of 256 and the lower byte
                 # is the remainder + 128.
                 numbers = [
-                    b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I)
-                    for unit in integers
+                    b.bitcast(emit_fma(b, query, step, float_lanes(ROUNDER + 128.0)), V16I)
+                    for query in queries
                 ]
                 for row in range(0, ROWS, 2):
                     _emit_planes(
@@ -269,14 +265,12 @@ def fold_rows(
                         numbers[row : row + 2],
                         b.add(out, emit_int(plane_offset(row, strip, 0, 0))),
                     )
+        factors = emit_load(b, ir.VectorType(F32, ROWS), row_steps)
         for strip in range(STRIPS):
             parts = [b.load(slot) for slot in sums[strip * ROWS : strip * ROWS + ROWS]]
             total = emit_reduce_rows(b, parts, b.fadd)
-            emit_store(
-                b,
-                emit_shuffle(b, total, total, range(0, LANES, ROWS)),
-                b.add(dots, emit_int(4 * ROWS * strip)),
-            )
+            dot = b.fmul(emit_shuffle(b, total, total, range(0, LANES, ROWS)), factors)
+            emit_store(b, dot, b.add(dots, emit_int(4 * ROWS * strip)))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), codegen

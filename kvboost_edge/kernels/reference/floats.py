@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["exp_f32", "fma_f32", "norm_rows_f32", "sigmoid_f32", "softplus_f32"]
+__all__ = ["exp2_f32", "exp_f32", "fma_f32", "norm_rows_f32", "sigmoid_f32", "softplus_f32"]
 
 Floats = npt.NDArray[np.float32]
 F32 = np.float32
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+_EXP2 = (0.0013264729, 0.009671513, 0.055507337, 0.24022242, 0.69314698, 1.0)
 _HIGHEST = F32(88.0)
 
 
@@ -36,6 +37,19 @@ def exp_f32(x: Floats) -> Floats:
     p = fma_f32(r * r, p, r) + F32(1.0)
     power = ((shifted.view(np.uint32) << np.uint32(23)) + np.uint32(127 << 23)).view(F32)
     return np.where(x < F32(-87.0), F32(0.0), p * power).astype(F32)
+
+
+@np.errstate(invalid="ignore")  # for x = -inf, where r is NaN but the result is 0
+def exp2_f32(x: Floats) -> Floats:
+    """Return 2^x for x <= 127, using the kernels' polynomial."""
+    magic = F32(12582912.0 + 127.0)
+    shifted = (x + magic).astype(F32)
+    r = x - (shifted - magic)
+    p: Any = F32(_EXP2[0])
+    for coefficient in _EXP2[1:]:
+        p = fma_f32(p, r, F32(coefficient))
+    power = (shifted.view(np.uint32) << np.uint32(23)).view(F32)
+    return np.where(x < F32(-126.0), F32(0.0), p * power).astype(F32)
 
 
 def sigmoid_f32(x: npt.NDArray[Any]) -> Floats:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import (
+    LOG2_E,
     PARTITION,
     AttentionOptions,
     Floats,
@@ -23,7 +24,7 @@ from kvboost_edge.kernels.attention.paged import (
     QueryRotation,
 )
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout
-from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
+from kvboost_edge.kernels.reference.floats import exp2_f32, exp_f32, fma_f32
 from kvboost_edge.kernels.reference.rope import rotate_heads
 from kvboost_edge.segments import Segment, valid_to
 
@@ -233,8 +234,8 @@ def _empty(rows: int, dim: int) -> _State:
 def _merge(merged: _State, state: _State) -> _State:
     top = np.maximum(merged.maxima, state.maxima)
     base = np.where(np.isneginf(top), F32(0), top)
-    keep = exp_f32(merged.maxima - base)
-    add = exp_f32(state.maxima - base)
+    keep = exp2_f32(merged.maxima - base)
+    add = exp2_f32(state.maxima - base)
     sums = fma_f32(state.sums, add[:, None], merged.sums * keep[:, None])
     return _State(sums, top, fma_f32(state.totals, add, merged.totals * keep))
 
@@ -243,8 +244,9 @@ class _Rows(NamedTuple):
     """Query rows of one token and KV head.
 
     Attributes:
-        scaled: [rows, dim], multiplied by the softmax scale.
-        unit: `scaled`, divided to make the largest magnitude Q_TOP.
+        scaled: [rows, dim], multiplied by the softmax scale and log2(e), which makes scores
+            logarithms to base 2.
+        unit: [rows, dim], `scaled` divided to make the largest magnitude Q_TOP.
         step: [rows], the value in `scaled` that corresponds to 1 in `unit`.
     """
 
@@ -255,7 +257,7 @@ class _Rows(NamedTuple):
 
 def _query_rows(query: Floats, scale: float, dim: int) -> _Rows:
     scaled = np.zeros((len(query), dim), F32)
-    scaled[:, : query.shape[1]] = query * F32(scale)
+    scaled[:, : query.shape[1]] = query * F32(scale * LOG2_E)
     top = np.maximum(np.abs(scaled).max(axis=1), TINY)
     return _Rows(scaled, scaled * (Q_TOP / top)[:, None], top * (F32(1) / Q_TOP))
 
@@ -269,14 +271,14 @@ def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
     sums = np.nan_to_num(folded).astype(np.int64) @ coded.keys[:, tokens]
     lanes = np.zeros((len(rows.scaled), 16), F32)
     for start in range(0, rows.scaled.shape[1], 16):
-        lanes = fma_f32(rows.scaled[:, start : start + 16], coded.zeros[start : start + 16], lanes)
-    scores: Floats = fma_f32(
-        sums.astype(F32), (rows.step * top)[:, None], _reduce(lanes, np.add)[:, None]
-    )
+        lanes = fma_f32(rows.unit[:, start : start + 16], coded.zeros[start : start + 16], lanes)
+    dots = _reduce(lanes, np.add) * rows.step
+    scores: Floats = fma_f32(sums.astype(F32), (rows.step * top)[:, None], dots[:, None])
     return scores
 
 
 def _cap(scores: Floats, cap: float) -> Floats:
+    cap *= LOG2_E
     x = scores / F32(cap)
     minus = np.where(x < 0, x, F32(0) - x)
     decay = exp_f32(minus + minus)
@@ -298,8 +300,8 @@ def _add_tile(
     """
     new = np.maximum(scores.max(axis=1), state.maxima)
     base = np.where(np.isneginf(new), F32(0), new)
-    weights = exp_f32(scores - base[:, None])
-    rescale = exp_f32(state.maxima - base)
+    weights = exp2_f32(scores - base[:, None])
+    rescale = exp2_f32(state.maxima - base)
     scaled, shifted = (
         np.where(weights == 0, F32(0), weights * factors) for factors in (scales, middles)
     )
@@ -365,9 +367,10 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
     dim = len(keys)
     scores = rows.scaled[:, :dim].astype(np.float64) @ keys.astype(np.float64)
     if softcap > 0:
-        scores = softcap * np.tanh(scores / softcap)
+        cap = softcap * LOG2_E
+        scores = cap * np.tanh(scores / cap)
     maxima = scores.max(axis=1)
-    weights = np.exp(scores - maxima[:, None])
+    weights = np.exp2(scores - maxima[:, None])
     sums = np.zeros((len(scores), rows.scaled.shape[1]), F32)
     sums[:, :dim] = weights @ values.astype(np.float64)
     return _State(sums, maxima.astype(F32), weights.sum(axis=1).astype(F32))
@@ -477,8 +480,11 @@ def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floa
     totals = state.totals
     factor = np.ones_like(state.totals)
     if sinks is not None:
+        sinks = sinks * F32(LOG2_E)
         top = np.maximum(maxima, sinks)
-        factor = exp_f32(maxima - top)
-        totals = totals * factor + exp_f32(sinks - top)
+        factor = exp2_f32(maxima - top)
+        totals = fma_f32(totals, factor, exp2_f32(sinks - top))
         maxima = top
-    return state.sums[:, :dim] * (factor / totals)[:, None], maxima + np.log(totals)
+    return state.sums[:, :dim] * (factor / totals)[:, None], fma_f32(
+        maxima, F32(np.log(2.0)), np.log(totals)
+    )

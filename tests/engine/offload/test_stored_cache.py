@@ -1,7 +1,7 @@
 """Cached files of other versions: of an earlier commit, and of versions that compute other bits or
 pack other bytes.
 
-The stored disk cache was written by the commit that introduced version 5 of packed weights. It
+The stored disk cache was written by the commit that introduced version 3 of the numerics. It
 holds four blocks of the bundled model, written with the options below by one call of
 `generate(PROMPT, max_new_tokens=24, temperature=0)`. For the packed weights only name and digest
 are stored.
@@ -18,7 +18,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.models.packed import weight_file
 from kvboost_edge.runners.native import runner
 
-STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-pack-5.tar.xz"
+STORED = Path(__file__).parents[2] / "data" / "disk-cache-of-numerics-3.tar.xz"
 PROMPT = "The prefix cache of this engine survives a restart. " * 3
 
 

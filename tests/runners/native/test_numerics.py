@@ -12,7 +12,7 @@ from kvboost_edge.runners.native.runner import NUMERICS_VERSION
 
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(96)]
 # By version and cache bits. The digests are the same on every processor.
-BITS = {(2, 16): "a083587a5ebba0f9", (2, 8): "3abc66dac4e4d502", (2, 4): "a6cfaf056c26b196"}
+BITS = {(3, 16): "4d327d336415dfea", (3, 8): "00057342d0b0e30b", (3, 4): "478100a921ef6b92"}
 # Angles as the runner computes them, for usual bases and head sizes, up to long contexts.
 TABLES = """
 import hashlib
