@@ -50,7 +50,7 @@ PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 KINDS = ("F32", "Q8_0")
 NARROW_KINDS = (
     *("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "Q2_K", "Q3_K"),
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4"),
 )
 NARROW_FAMILIES = ("llama", "qwen3", "qwen3_moe")
 # Tolerance for models with GELU. With llama.cpp's table in transformers, the 4.0e-3 of gemma4-wide

@@ -1,4 +1,4 @@
-"""Lossless repacking of GGUF blocks of lattice types (IQ2 and IQ3) into tiles.
+"""Lossless repacking of GGUF blocks of lattice types (IQ1 to IQ3) into tiles.
 
 The target layout is in weight_formats.py. Offsets are those of llama.cpp's blocks (ggml-common.h).
 """
@@ -30,6 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 _IQ3S, _IQ3XXS, _IQ2XXS, _IQ2XS, _IQ2S = (
     FORMATS[name].kind for name in ("iq3s", "iq3xxs", "iq2xxs", "iq2xs", "iq2s")
 )
+_IQ1S, _IQ1M = (FORMATS[name].kind for name in ("iq1s", "iq1m"))
+_SCALES_IQ1M = 48
 _PARTS, _ENTRIES, _INDEX_BITS, _SCALE_SIZE = (
     per_kind(name) for name in ("parts", "part_entries", "index_bits", "scale_size")
 )
@@ -67,6 +69,9 @@ def _pack(
         for index in range(count):
             block = blocks[row, index * nbytes : (index + 1) * nbytes]
             place = row // LANES * count + index
+            if kind in (_IQ1S, _IQ1M):
+                _pack_deltas(block, kind, place, lane, codes, scales, minima)
+                continue
             minima[place * 2 * LANES + 2 * lane] = block[0]
             minima[place * 2 * LANES + 2 * lane + 1] = block[1]
             for group in range(BLOCK_GROUPS):
@@ -89,6 +94,48 @@ def _pack(
                         codes[to] |= np.uint8((byte & 15) << shift)
                         codes[to + LANES // 2] |= np.uint8(byte >> 4 << shift)
                 _store_scales(block, kind, group, lane, scales, here * _SCALE_SIZE[kind])
+
+
+@kernel
+def _pack_deltas(
+    block: Bytes, kind: int, place: int, lane: int, codes: Bytes, scales: Bytes, minima: Bytes
+) -> None:
+    """Pack a row's block of IQ1_S or IQ1_M.
+
+    Args:
+        block: the block.
+        kind: number of the weight format.
+        place: index of the block among those of all tiles.
+        lane: row in the tile.
+        codes: written.
+        scales: written for IQ1_M.
+        minima: written.
+    """
+    parts = _PARTS[kind]
+    entries = _ENTRIES[kind]
+    each = 2 // parts  # bytes behind the indices
+    first = 2 if kind == _IQ1S else 0
+    above = first + BLOCK_GROUPS * GROUP // 8
+    size = group_bytes(kind) // parts
+    for part in range(parts * BLOCK_GROUPS):
+        at = (place * BLOCK_GROUPS * parts + part) * size
+        for entry in range(entries):
+            codes[at + LANES * entry + lane] = block[first + part * entries + entry]
+        for byte in range(each):
+            codes[at + LANES * entries + each * lane + byte] = block[above + each * part + byte]
+    half = np.int64(block[0]) | np.int64(block[1]) << 8
+    if kind == _IQ1M:
+        half = np.int64(0)
+        for word in range(4):
+            at = _SCALES_IQ1M + 2 * word
+            bits = np.int64(block[at]) | np.int64(block[at + 1]) << 8
+            half |= bits >> 12 << (4 * word)
+            for pair in range(2):
+                both = bits >> (6 * pair)
+                to = (place * BLOCK_GROUPS + 2 * word + pair) * LANES + lane
+                scales[to] = np.uint8(both & 7 | (both >> 3 & 7) << 4)
+    minima[place * 2 * LANES + 2 * lane] = np.uint8(half & 255)
+    minima[place * 2 * LANES + 2 * lane + 1] = np.uint8(half >> 8)
 
 
 @kernel

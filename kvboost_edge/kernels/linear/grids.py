@@ -1,7 +1,7 @@
-"""Grids of GGUF's lattice types: magnitudes of 4 or 8 weights for each index.
+"""Grids of GGUF's lattice types: magnitudes or codes of 4 or 8 weights for each index.
 
-`grids.npz` holds them as bytes, by the name of the weight format. The layout of indices and signs
-is in weight_formats.py.
+`grids.npz` holds them as bytes, by the name of the weight format; iq1s and iq1m have the same grid.
+The layout of indices and signs is in weight_formats.py.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ _GATHERS = {
 @functools.cache
 def grid_of(name: str) -> npt.NDArray[np.uint8]:
     """Return the grid of a weight format, uint8 [entries, weights of an entry]."""
+    if name == "iq1m":
+        return grid_of("iq1s")
     with np.load(Path(__file__).with_name("grids.npz")) as grids:
         found: npt.NDArray[np.uint8] = grids[name]
     return found
@@ -67,6 +69,8 @@ def emit_grid_pair(
 ) -> tuple[Value, Value]:
     """Load the weights of quads 2 * pair and 2 * pair + 1, before scaling, as <16 x i32> each.
 
+    Weights of formats with deltas are unsigned codes.
+
     Args:
         b: the builder.
         weight_format: a format with a grid.
@@ -75,6 +79,8 @@ def emit_grid_pair(
         pair: index of the pair.
         signed: False to add TABLE_OFFSET to the weights.
     """
+    if weight_format.has_deltas:
+        return _emit_delta_pair(b, weight_format, form, at, pair)
     size = weight_format.entry_weights
     table = _table(b, weight_format, signed=signed)
     if size == 4:
@@ -111,12 +117,52 @@ def emit_grid_pair(
     return quads[0], quads[1]
 
 
+def _emit_delta_pair(
+    b: Builder, weight_format: WeightFormat, form: str, at: Value, entry: int
+) -> tuple[Value, Value]:
+    """Load the codes of one entry of a format with deltas, as two quads."""
+    # In the module's copy of the grid, an entry has 4 bytes with half of the codes in nibbles.
+    halves = grid_of(weight_format.name) // np.uint8(2)
+    nibbles = halves[:, :4] | halves[:, 4:] << np.uint8(4)
+    table = _constant(b, ".grid.iq1", nibbles)
+    entries = weight_format.part_entries
+    is_whole = weight_format.parts == 1
+    bits = 3 if is_whole else 4  # of an entry, behind the low bits of the indices
+    rows = ir.VectorType(ir.IntType(16 if is_whole else 8), LANES)
+    place = b.inttoptr(b.add(at, int_constant(LANES * entries)), _POINTER)
+    more = b.zext(b.load(place, align=1, typ=rows), V16I)
+    low = b.load(b.inttoptr(b.add(at, int_constant(LANES * entry)), _POINTER), align=1, typ=_V16B)
+    shift = 8 - bits * entry
+    above = _shifted(b, more, -shift)
+    indices = b.or_(b.zext(low, V16I), b.and_(above, _splat(0x700)))
+    found = _emit_entries(b, table, indices, form, 4)
+    sign = 1 << (15 if is_whole else bits * entry + 3)
+    is_lower = b.icmp_signed("!=", b.and_(more, _splat(sign)), _splat(0))
+    # All nibbles are odd, and this subtracts 1 from each.
+    found = b.select(is_lower, b.xor(found, _splat(0x11111111)), found)
+    mask = _splat(0x1E1E1E1E)
+    return b.and_(_shifted(b, found, -1), mask), b.and_(_shifted(b, found, 3), mask)
+
+
+def _splat(value: int) -> ir.Constant:
+    return ir.Constant(V16I, [value] * LANES)
+
+
+def _shifted(b: Builder, values: Value, by: int) -> Value:
+    """Shift right, or left if `by` is negative."""
+    return b.lshr(values, _splat(by)) if by >= 0 else b.shl(values, _splat(-by))
+
+
 def _table(b: Builder, weight_format: WeightFormat, *, signed: bool) -> Value:
     """Return the module's copy of a grid as a pointer, with TABLE_OFFSET added unless `signed`."""
     name = f".grid.{weight_format.name}{'.signed' if signed else ''}"
+    return _constant(b, name, grid_of(weight_format.name) + np.uint8(0 if signed else TABLE_OFFSET))
+
+
+def _constant(b: Builder, name: str, values: npt.NDArray[np.uint8]) -> Value:
+    """Return a pointer to the module's copy of an array, which is added if it is missing."""
     if name in b.module.globals:
         return b.module.globals[name]
-    values = grid_of(weight_format.name).reshape(-1) + np.uint8(0 if signed else TABLE_OFFSET)
     text = ir.Constant(ir.ArrayType(_I8, values.size), bytearray(values.tobytes()))
     table = ir.GlobalVariable(b.module, text.type, name)
     table.initializer = text

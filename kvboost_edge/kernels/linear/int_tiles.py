@@ -35,7 +35,12 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_values,
 )
 from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, TABLE_OFFSET
+from kvboost_edge.kernels.linear.weight_formats import (
+    FORMAT_OF,
+    GROUP,
+    HALF_OFFSET,
+    TABLE_OFFSET,
+)
 from kvboost_edge.kernels.vectors import (
     F32,
     LANES,
@@ -226,6 +231,7 @@ class IntTiles:
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """Emit the loop over all runs of tiles or panels."""
+        tile = self._with_scales(tile)
         # A single loop without calls between runs keeps memory reads in flight.
         over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
         with emit_loop(b, tile.runs) as run:
@@ -244,6 +250,14 @@ class IntTiles:
             out = b.add(b.add(target.out, behind), b.mul(tokens, target.out_step))
             at = b.add(panel, b.mul(run, tile.panel_step))
             self._emit_one(b, here, at, target._replace(out=out, bias=bias))
+
+    def _with_scales(self, tile: Tile) -> Tile:
+        """Return the tile with the address of its codes as that of its scales, if they contain the
+        scales.
+        """
+        if not self.format.scales_in_codes:
+            return tile
+        return tile._replace(scales=tile.weights, scales_step=tile.weights_step)
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """Emit the product of one panel with `tiles` tiles; the sums stay in registers."""
@@ -306,7 +320,8 @@ class IntTiles:
             start = b.add(place, ahead)
             for line in range(-(-self.group_bytes // _LINE)):
                 emit_prefetch(b, b.add(start, int_constant(_LINE * line)))
-            emit_prefetch(b, b.add(scale, scales_ahead))
+            if self.format.scale_size:
+                emit_prefetch(b, b.add(scale, scales_ahead))
 
     def _scales_at(self, b: Builder, scales: Value, index: Value, parts: int = 1) -> Value:
         """Return the address of the scales of a group, or of a part of it."""
@@ -322,12 +337,16 @@ class IntTiles:
         term = self._term(b, here, token)
         if not self.format.shares_panel:
             return term
-        if self.format.offset == TABLE_OFFSET and self.parts == 1:
+        if self.parts == 1:
             part = _WHOLE
         return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
     def _seed_at(self, b: Builder, address: Value) -> Value:
         """Load a seed, and scale it to the offset of the format."""
+        if self.format.has_deltas:
+            seed = b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32)
+            log = (TABLE_OFFSET if self.parts == 1 else HALF_OFFSET).bit_length() - 1
+            return emit_splat_int(b, b.mul(b.ashr(seed, _I32(log)), _I32(self.format.offset)))
         seed = splat_i32_at(b, address)
         shift = self.format.seed_shift
         by = ir.Constant(V16I, [abs(shift)] * LANES)

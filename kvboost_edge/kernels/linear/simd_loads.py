@@ -219,7 +219,7 @@ def emit_scales(
 
     Args:
         form: the weight format.
-        scales: address of the tile's scales.
+        scales: address of the tile's scales, or of its codes if they contain the scales.
         minima: address of the tile's minima.
         part: index of the part among all parts of the tile.
     """
@@ -282,6 +282,14 @@ def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:
 def _emit_grid_factors(b: Builder, form: WeightFormat, scales: Value, part: Value) -> Value:
     """Load 16 scales of a format with a grid, and return eighths / 8 * (2 * scale + 1)."""
     one = int_constant(1)
+    single = ir.Constant(V16I, [1] * LANES)
+    if form.scales_in_codes:
+        at = b.add(_at(b, scales, part, form.group_bytes), int_constant(LANES * form.part_entries))
+        more = b.zext(b.load(b.inttoptr(at, ir.PointerType()), align=1, typ=_V16S), V16I)
+        twice = b.and_(
+            b.lshr(more, ir.Constant(V16I, [11] * LANES)), ir.Constant(V16I, [14] * LANES)
+        )
+        return _times_eighths(b, form, b.or_(twice, single))
     group = b.lshr(part, one) if form.parts > 1 else part
     place = b.inttoptr(_at(b, scales, group, form.scale_size), ir.PointerType())
     loaded = b.load(place, align=1, typ=ir.VectorType(ir.IntType(8), form.scale_size))
@@ -295,6 +303,9 @@ def _emit_grid_factors(b: Builder, form: WeightFormat, scales: Value, part: Valu
         low = b.and_(loaded, ir.Constant(loaded.type, [15] * form.scale_size))
         high = b.lshr(loaded, ir.Constant(loaded.type, [4] * form.scale_size))
         nibbles = b.zext(b.shuffle_vector(low, high, ir.Constant(V16I, order)), V16I)
-    single = ir.Constant(V16I, [1] * LANES)
-    odd = b.sitofp(b.or_(b.shl(nibbles, single), single), V16)
-    return b.fmul(odd, ir.Constant(V16, [form.eighths / 8] * LANES))
+    return _times_eighths(b, form, b.or_(b.shl(nibbles, single), single))
+
+
+def _times_eighths(b: Builder, form: WeightFormat, factors: Value) -> Value:
+    """Convert integers to float32 and multiply them by the eighths of a format with a grid."""
+    return b.fmul(b.sitofp(factors, V16), ir.Constant(V16, [form.eighths / 8] * LANES))

@@ -74,6 +74,7 @@ class UnpackedTiles(IntTiles):
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """Emit the loop over all runs: tiles with one panel each, or one tile with many panels."""
+        tile = self._with_scales(tile)
         places = _Places(
             emit_scratch(b, _GROUPS * self.tiles * _QUADS * _LINE),
             emit_scratch(b, _GROUPS * self.tiles * self.scale_bytes),

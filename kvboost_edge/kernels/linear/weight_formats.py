@@ -51,8 +51,22 @@ A group, or each of its two parts, consists of
     bits [quads][16][4]           1 for a negative weight
     bits [entries][bits above][16]   the bits of the indices above the low 8
 
+In formats with deltas, the entries of the grid are codes, and each entry has a delta instead of
+signs. It adds 0 to all codes of the entry, or -2. `offset` is subtracted from the sum:
+
+    weight: d / 8 * (2 * scale + 1) * (code + delta - offset)
+
+A group of iq1s, or a part of iq1m, consists of
+
+    uint8 [entries][16]           the low 8 bits of the indices
+    iq1s: uint16 [16]             bits 8 to 10 of each index, the scale (3 bits), and 1 bit that is
+                                  set if all deltas of the group are -2
+    iq1m: uint8 [16]              for each entry bits 8 to 10 of the index, and a bit that is set if
+                                  the delta is -2
+
 Bits start with the lowest of a byte. A scale is a nibble. If a group has one scale, those of two
 rows share a byte, the first row in the low nibble. If it has two, those of a row share a byte.
+The scales of iq1s are in its codes, and no others are stored.
 
 nvfp4 stores codes like int4, and has two scales per group, 8-bit floats without a sign (E4M3: 4
 bits of exponent, 3 bits of mantissa). Instead of minima, each row has a factor:
@@ -147,11 +161,13 @@ class GridCodes:
         weights: number of weights of an entry, 4 or 8.
         bits: bits per index.
         eighths: scale of a weight in eighths of the block's float16 number.
+        deltas: True if entries have a delta instead of signs.
     """
 
     weights: int
     bits: int
     eighths: int
+    deltas: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,8 +233,19 @@ class WeightFormat:
 
     @property
     def is_looked_up(self) -> bool:
-        """True if weights come from a table or a grid, where they have no offset."""
-        return self.table or bool(self.values) or self.grid is not None
+        """True if signed weights come from a table or a grid, where they have no offset."""
+        has_signed = self.grid is not None and not self.has_deltas
+        return self.table or bool(self.values) or has_signed
+
+    @property
+    def has_deltas(self) -> bool:
+        """True if the entries of the grid have deltas."""
+        return self.grid is not None and self.grid.deltas
+
+    @property
+    def scales_in_codes(self) -> bool:
+        """True if a group's scales are stored behind the indices, and nowhere else."""
+        return self.has_deltas and self.parts == 1
 
     @property
     def index_bits(self) -> int:
@@ -262,7 +289,7 @@ class WeightFormat:
         It is negative if those of the format are larger.
         """
         has_halves = self.shares_panel and self.parts > 1
-        if not (has_halves and self.offset):
+        if not (has_halves and self.offset) or self.has_deltas:
             return 0
         return HALF_OFFSET.bit_length() - self.offset.bit_length()
 
@@ -292,12 +319,15 @@ class WeightFormat:
         """Size of a group's codes in bytes."""
         if self.grid is None:
             return GROUP * LANES * self.bits // 8
-        indices = GROUP // self.grid.weights * self.grid.bits
-        return (indices + GROUP) * LANES // 8
+        entries = GROUP // self.grid.weights
+        signs = entries if self.has_deltas else GROUP  # of iq1s, 1 for deltas and 3 for the scale
+        return (entries * self.grid.bits + signs) * LANES // 8
 
     @property
     def scale_size(self) -> int:
         """Size in bytes of the scales of 16 rows that a group, or a run of groups, has."""
+        if self.scales_in_codes:
+            return 0
         return SCALE_BYTES if self.grid is None else LANES * self.parts // 2
 
     @property
@@ -342,12 +372,24 @@ class WeightFormat:
 # end with the number of weights that share a scale. int4 holds Q4_0 exactly. int4-asym holds Q4_1,
 # AWQ (Lin et al., 2023) and asymmetric GPTQ. int4t holds IQ4_NL, and IQ4_XS and MXFP4 with scales
 # as float16. int5 holds Q5_0, and int5-asym Q5_1. nvfp4 holds NVFP4. q2k to q6k hold GGUF's
-# k-quants, and iq2xxs to iq3s its types of these names.
+# k-quants, and iq1s to iq3s its types of these names.
 # Formats are ordered from narrow to wide, because a matrix made of several tensors takes the first
 # format that holds all of them. More initial scales or rounds would reduce the error by less than
 # 1%.
 _HOLD_TERNARY = ("int4", "int4-asym", "int5", "int5-asym", "int8")
 _GRID_FORMATS = [
+    WeightFormat(
+        name,
+        kind,
+        bits=5,
+        offset=9,
+        parts=parts,
+        grid=GridCodes(8, 11, 1, deltas=True),
+        block_bytes=nbytes,
+    )
+    for name, kind, parts, nbytes in (("iq1s", 23, 1, 50), ("iq1m", 24, 2, 56))
+]
+_GRID_FORMATS += [
     WeightFormat(
         name,
         kind,

@@ -53,8 +53,12 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES, _LARGEST_CODE, _SCALE_LOG
     )
 )
 _FLOAT8 = per_kind("float8")
-_INDEX_BITS, _ENTRY_WEIGHTS, _EIGHTHS, _SCALE_SIZE = (
-    per_kind(name) for name in ("index_bits", "entry_weights", "eighths", "scale_size")
+_INDEX_BITS, _ENTRY_WEIGHTS, _EIGHTHS, _SCALE_SIZE, _HAS_DELTAS, _SCALES_IN_CODES = (
+    per_kind(name)
+    for name in (
+        *("index_bits", "entry_weights", "eighths", "scale_size"),
+        *("has_deltas", "scales_in_codes"),
+    )
 )
 # All grids as bytes, and the place of each format's grid among them.
 _GRIDS = {form.kind: grid_of(form.name).reshape(-1) for form in FORMATS.values() if form.grid}
@@ -169,6 +173,17 @@ def _grid_weight(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> 
     entry = place // each
     number = _load_byte(at + LANES * entry + lane)
     signs = at + LANES * entries
+    if _HAS_DELTAS[kind] != 0:
+        if parts == 1:
+            more = _load_byte(signs + 2 * lane) | _load_byte(signs + 2 * lane + 1) << 8
+            is_lower = more >> 15
+            more >>= 3 * entry
+        else:
+            more = _load_byte(signs + lane) >> (4 * entry)
+            is_lower = more >> 3 & 1
+        number |= (more & 7) << 8
+        found = np.int64(_GRID_BYTES[_GRID_START[kind] + each * number + place % each])
+        return found - 2 * is_lower - _OFFSET[kind]
     above = _INDEX_BITS[kind] - 8
     high = signs + LANES // 8 * (inputs + above * entry) + lane // 8
     for bit in range(above):
@@ -196,6 +211,10 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
     block_at = minima_at + group // BLOCK_GROUPS * minima_bytes(kind, 1)
     d = load_scalar(block_at, KIND_F16)
+    if _SCALES_IN_CODES[kind] != 0:
+        at = matrix.weights + (tile * groups + group) * group_bytes(kind)
+        scale = _load_byte(at + LANES * GROUP // 8 + 2 * lane + 1) >> 4 & 7
+        return np.float32(2 * scale + 1) * np.float32(0.125) * d, minimum
     if _INDEX_BITS[kind] != 0:
         in_part = _load_byte(scale_at + lane) >> (4 * part)
         both = _load_byte(scale_at + lane // 2) >> (4 * (lane % 2))

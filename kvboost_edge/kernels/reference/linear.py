@@ -8,7 +8,7 @@ A matrix [rows, inputs] is stored in tiles of 16 rows:
 - int1: all quads of a group are in 64 bytes, quad k in bit k; a bit is a weight of -1 or 1;
 - int5: as int4, and then 64 bytes with the fifth bits: that of quad k is bit (4 + k) % 8;
 - float formats: [tile][input][16];
-- block formats (q2k to q6k, iq2xxs to iq3s), nvfp4 and int4t: see linear/weight_formats.py.
+- block formats (q2k to q6k, iq1s to iq3s), nvfp4 and int4t: see linear/weight_formats.py.
 
 Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
@@ -49,6 +49,8 @@ _FINE_BASE = 255
 _BLOCK_GROUPS = 8
 # Format with a grid -> parts of a group, weights of an entry, bits of an index and eighths.
 _GRIDS = {
+    "iq1s": (1, 8, 11, 1),
+    "iq1m": (2, 8, 11, 1),
     "iq2xxs": (1, 8, 8, 1),
     "iq2xs": (2, 8, 9, 1),
     "iq2s": (2, 8, 10, 1),
@@ -241,6 +243,14 @@ def _unpack_grid(
     found = packed.reshape(tiles, groups, parts, -1)
     index = found[..., : entries * _LANES].reshape(tiles, groups, parts, entries, _LANES)
     index = index.astype(np.int64)
+    shape = (tiles * _LANES, groups * _GROUP)
+    if kind in ("iq1s", "iq1m"):
+        more = np.ascontiguousarray(found[..., entries * _LANES :]).view(f"<u{2 // parts}")
+        places = np.arange(entries)[:, None] * (3 if parts == 1 else 4)
+        index |= (more[..., None, :] >> places & 7).astype(np.int64) << 8
+        is_lower = more[..., None, :] >> (15 if parts == 1 else places + 3) & 1
+        codes = grid_of(kind)[index].astype(np.int8) - (2 * is_lower[..., None] + 9).astype(np.int8)
+        return codes.transpose(0, 4, 1, 2, 3, 5).reshape(shape)
     bits = np.unpackbits(found[..., entries * _LANES :], axis=-1, bitorder="little")
     signs = bits[..., : quads * _LANES * 4].reshape(tiles, groups, parts, quads, _LANES, 4)
     high = bits[..., quads * _LANES * 4 :].reshape(tiles, groups, parts, entries, above, _LANES)
@@ -248,7 +258,6 @@ def _unpack_grid(
         index |= high[..., bit, :].astype(np.int64) << (8 + bit)
     weights = grid_of(kind)[index].astype(np.int8).transpose(0, 4, 1, 2, 3, 5)
     is_negative = signs.transpose(0, 4, 1, 2, 3, 5)
-    shape = (tiles * _LANES, groups * _GROUP)
     flat = weights.reshape(shape)
     return np.where(is_negative.reshape(shape) != 0, -flat, flat)
 
@@ -276,7 +285,7 @@ def unpack_block_scales(
     """Return the scales and minima (or None) of a block format; the products are exact.
 
     Both are float32 [padded rows, groups], or [padded rows, 2 * groups] for formats with two scales
-    per group.
+    per group. The scales of iq1s are in its codes, which are passed as `scales`.
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -315,6 +324,9 @@ def _unpack_grid_scales(
     """Return the scales of a format with a grid, float32 [padded rows, parts * groups]."""
     parts, _, _, eighths = _GRIDS[kind]
     nibbles = np.stack([scales & np.uint8(15), scales >> np.uint8(4)], axis=-1)
+    if kind == "iq1s":
+        more = scales.reshape(tiles, groups, -1)[..., 4 * _LANES :].view("<u2")
+        nibbles = more >> np.uint16(12) & np.uint16(7)
     ordered = nibbles.reshape(tiles, groups, _LANES, parts).transpose(0, 2, 1, 3)
     factors = (2 * ordered.astype(np.float32) + 1) * np.float32(eighths / 8)
     wide = blocks.reshape(tiles, -1, _LANES).transpose(0, 2, 1).astype(np.float32)

@@ -46,8 +46,9 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         return found[:rows, :inputs]
     if form.block_bytes:
         codes = unpack_block_codes(packed.codes, rows, inputs, weights).astype(np.float32)
+        stored = packed.codes if form.scales_in_codes else packed.scales
         scales, offsets = unpack_block_scales(
-            packed.scales, packed.minima.view(np.float16), rows, inputs, weights
+            stored, packed.minima.view(np.float16), rows, inputs, weights
         )
         values: Floats = codes * scales.repeat(codes.shape[1] // scales.shape[1], axis=1)
         if offsets is not None:

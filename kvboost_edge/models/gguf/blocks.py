@@ -11,7 +11,8 @@ llama.cpp, so float32 values are bit-identical to those of the `gguf` package.
     Q1_0 -> int1-g128, Q2_0 -> int2-g64     exact
     TQ2_0 -> int2-g256                      exact
     TQ1_0 -> int2-g256                      exact, in 1.22 times the bytes
-    IQ2_XXS -> iq2xxs, IQ2_XS -> iq2xs, IQ2_S -> iq2s    exact: the blocks of the file, reordered
+    IQ1_S -> iq1s, IQ1_M -> iq1m                         exact: the blocks of the file, reordered
+    IQ2_XXS -> iq2xxs, IQ2_XS -> iq2xs, IQ2_S -> iq2s    the same
     IQ3_XXS -> iq3xxs, IQ3_S -> iq3s                     the same
 
 Early files of Q2_0 have blocks of 128 weights instead of 64, under the same type number. They have
@@ -51,6 +52,7 @@ __all__ = [
     "TYPE_NAMES",
     "BlockFormat",
     "dequantize",
+    "half_bits",
     "q3_k_as_q6_k",
     "quant_rows_of",
     "refusal",
@@ -61,6 +63,8 @@ Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
 Table = npt.NDArray[np.int8]
+Place = int | tuple[int, ...]
+"""Byte offset of a float16, or offsets of the bytes with its nibbles."""
 _SIXTEEN = np.dtype("V16")
 _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 _TWO_BITS = np.uint64(0x0303030303030303)
@@ -83,6 +87,7 @@ _DIGITS = np.stack(
 # Half of each 8-bit float, by its bits. llama.cpp ignores the sign, and takes the NaN for 0.
 _FLOAT8 = (np.arange(256, dtype=np.uint16) << np.uint16(7) & np.uint16(0x3FFF)).view(np.float16)
 _FLOAT8 = np.where(_BYTES == 0x7F, np.float16(0), _FLOAT8 * np.float16(2**7)).astype(np.float16)
+_SCATTERED = (49, 51, 53, 55)  # place of the float16 of IQ1_M
 _NL = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
 )
@@ -96,7 +101,7 @@ class BlockFormat(NamedTuple):
         nbytes: size of a block in bytes.
         kind: packed format that the type is converted to; None for float types.
         exact: True if the conversion is exact.
-        halves: byte offsets of the float16 numbers in a block, which must be finite.
+        halves: places of the float16 numbers in a block, which must be finite; see `half_bits`.
         to_float: function of blocks -> float32 [..., weights of a group or block].
         codes: function of blocks -> codes, scales and minima (or None), as in `QuantRows`.
         table: weight of each code, before scaling.
@@ -110,7 +115,7 @@ class BlockFormat(NamedTuple):
     nbytes: int
     kind: str | None
     exact: bool
-    halves: tuple[int, ...]
+    halves: tuple[Place, ...]
     to_float: Callable[[Bytes], Floats]
     codes: Callable[[Bytes], tuple[Bytes, Halves, Halves | None]] | None = None
     table: Table | None = None
@@ -164,10 +169,6 @@ EARLY_TYPES = {"Q2_0": "Q2_0_g128"}
 _INSTEAD = "use a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why the type is not supported, and what to use instead.
 _REFUSED = {
-    "IQ1": (
-        "its weights are lattice points, so the packed formats would be larger and less exact; "
-        f"{_INSTEAD}, or an IQ2_XXS one"
-    ),
     "I2_S": (
         "it is a type of Microsoft's bitnet.cpp; use a TQ2_0 or TQ1_0 file, or the safetensors of "
         "this model"
@@ -221,7 +222,7 @@ def scales_of(name: str, data: Bytes) -> Halves:
     return _halves_at(BLOCKS[name].halves, _blocks(name, data))
 
 
-def _halves_at(places: tuple[int, ...], blocks: Bytes) -> Halves:
+def _halves_at(places: tuple[Place, ...], blocks: Bytes) -> Halves:
     none = np.empty((len(blocks), 0), dtype=np.float16)
     return np.concatenate([none, *(_half(blocks, at) for at in places)], axis=1)
 
@@ -230,12 +231,29 @@ def _blocks(name: str, data: Bytes) -> Bytes:
     return np.ascontiguousarray(data).reshape(-1, BLOCKS[name].nbytes)
 
 
-def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
-    """Return the float16 at byte offset `at` of each block, [blocks, 1]."""
-    return blocks[:, at : at + 2].view("<f2").astype(np.float16)
+def half_bits(blocks: Bytes, at: Place) -> npt.NDArray[np.uint16]:
+    """Return the bits of a float16 in each block, [blocks, 1].
+
+    Args:
+        blocks: uint8 [blocks, bytes of a block].
+        at: byte offset of the number. If the number is scattered (IQ1_M), the offsets of the bytes
+            whose high nibbles hold its bits, the lowest first.
+    """
+    if isinstance(at, int):
+        return blocks[:, at : at + 2].view("<u2").astype(np.uint16, copy=False)
+    bits = np.zeros((len(blocks), 1), dtype=np.uint16)
+    for index, byte in enumerate(at):
+        nibbles = blocks[:, byte, None] >> np.uint8(4)
+        bits |= nibbles.astype(np.uint16) << np.uint16(4 * index)
+    return bits
 
 
-def _scale(blocks: Bytes, at: int) -> Floats:
+def _half(blocks: Bytes, at: Place) -> npt.NDArray[np.float16]:
+    """Return a float16 of each block, [blocks, 1]."""
+    return np.ascontiguousarray(half_bits(blocks, at)).view(np.float16)
+
+
+def _scale(blocks: Bytes, at: Place) -> Floats:
     return _half(blocks, at).astype(np.float32)
 
 
@@ -548,14 +566,51 @@ def _iq3_s(blocks: Bytes) -> Floats:
     return _of_grid("iq3s", 8, blocks, indices, blocks[:, 74:106], scales)
 
 
-def _taken_over(places: tuple[int, ...], blocks: Bytes) -> tuple[Bytes, Halves, None]:
+def _of_deltas(
+    blocks: Bytes, at: Place, indices: Any, is_lower: npt.NDArray[np.bool_], scales: Any
+) -> Floats:
+    """Return the weights of blocks of IQ1_S or IQ1_M, float32 [blocks, weights].
+
+    Args:
+        blocks: the blocks.
+        at: place of their float16 number.
+        indices: indices into the grid, [blocks, 32].
+        is_lower: True if the delta of an entry is -1/8 instead of 1/8, [blocks, 32].
+        scales: 3-bit scales, [blocks, scales].
+    """
+    codes = grid_of("iq1s")[indices].astype(np.float32) - np.float32(9)
+    eighths = codes - np.float32(2) * is_lower[:, :, None]
+    factors = _scale(blocks, at) * ((2 * scales + 1) * np.float32(1 / 8)).astype(np.float32)
+    found: Floats = factors[:, :, None] * eighths.reshape(len(blocks), scales.shape[1], -1)
+    return found.reshape(len(blocks), -1)
+
+
+def _iq1_s(blocks: Bytes) -> Floats:
+    more = np.ascontiguousarray(blocks[:, 34:]).view("<u2").astype(np.uint16)
+    above = more[:, :, None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & np.uint16(7)
+    indices = blocks[:, 2:34] | above.reshape(-1, 32) << np.uint16(8)
+    is_lower = (more >> np.uint16(15) != 0).repeat(4, axis=1)
+    return _of_deltas(blocks, 0, indices, is_lower, more >> np.uint16(12) & np.uint16(7))
+
+
+def _iq1_m(blocks: Bytes) -> Floats:
+    more = np.stack([blocks[:, 32:48] & np.uint8(15), blocks[:, 32:48] >> np.uint8(4)], axis=2)
+    above = (more.reshape(-1, 32) & np.uint8(7)).astype(np.uint16)
+    words = np.ascontiguousarray(blocks[:, 48:]).view("<u2").astype(np.uint16)
+    scales = words[:, :, None] >> np.array([0, 3, 6, 9], dtype=np.uint16) & np.uint16(7)
+    indices = blocks[:, :32] | above << np.uint16(8)
+    is_lower = more.reshape(-1, 32) > 7
+    return _of_deltas(blocks, _SCATTERED, indices, is_lower, scales.reshape(-1, 16))
+
+
+def _taken_over(places: tuple[Place, ...], blocks: Bytes) -> tuple[Bytes, Halves, None]:
     return blocks, _halves_at(places, blocks), None
 
 
 def _as_blocks(
     nbytes: int,
     kind: str,
-    halves: tuple[int, ...],
+    halves: tuple[Place, ...],
     to_float: Callable[[Bytes], Floats],
 ) -> BlockFormat:
     """Return the format of a type with blocks of 256 weights that are reordered, not converted.
@@ -563,7 +618,7 @@ def _as_blocks(
     Args:
         nbytes: size of a block in bytes.
         kind: packed format.
-        halves: byte offsets of the float16 numbers in a block.
+        halves: places of the float16 numbers in a block.
         to_float: function of blocks -> float32.
     """
     codes = partial(_taken_over, halves)
@@ -648,6 +703,8 @@ BLOCKS: dict[str, BlockFormat] = {
     "Q6_K": _as_blocks(210, "q6k", (208,), _q6_k),
     "Q2_K": _as_blocks(84, "q2k", (80, 82), _q2_k),
     "Q3_K": _as_blocks(110, "q3k", (108,), _q3_k),
+    "IQ1_S": _as_blocks(50, "iq1s", (0,), _iq1_s),
+    "IQ1_M": _as_blocks(56, "iq1m", (_SCATTERED,), _iq1_m),
     "IQ2_XXS": _as_blocks(66, "iq2xxs", (0,), _iq2_xxs),
     "IQ2_XS": _as_blocks(74, "iq2xs", (0,), _iq2_xs),
     "IQ2_S": _as_blocks(82, "iq2s", (0,), _iq2_s),

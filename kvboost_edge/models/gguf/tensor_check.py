@@ -16,7 +16,7 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import recall, remember
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.config.spec import Describe
-from kvboost_edge.models.gguf.blocks import BLOCKS, BlockFormat
+from kvboost_edge.models.gguf.blocks import BLOCKS, BlockFormat, half_bits
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.finite_check import first_non_finite
@@ -116,7 +116,7 @@ def _first_non_finite(blocks: npt.NDArray[np.uint8], block: BlockFormat) -> int 
         blocks: uint8 [blocks, bytes of a block].
         block: the format of the blocks.
     """
-    exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in block.halves]
+    exponents = [half_bits(blocks, at)[:, 0] & _EXPONENT for at in block.halves]
     bytes_of = [blocks[:, at] & _FLOAT8_NAN for at in block.float8]
     found = [bits == _EXPONENT for bits in exponents if bits.max() == _EXPONENT]
     found += [bits == _FLOAT8_NAN for bits in bytes_of if bits.max() == _FLOAT8_NAN]

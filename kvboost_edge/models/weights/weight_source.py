@@ -37,7 +37,7 @@ class QuantRows(NamedTuple):
         "nvfp4"                weight = factor * scale * E2M1[code], a scale for 16 inputs
         "int2-g64", "int2-g256", "int1-g128"    weight = scale * (code - 1)
         "q2k" to "q6k"         blocks of 256 inputs in the layout of GGUF's Q2_K to Q6_K
-        "iq2xxs" to "iq3s"     blocks of 256 inputs in the layout of GGUF's IQ2_XXS to IQ3_S
+        "iq1s" to "iq3s"       blocks of 256 inputs in the layout of GGUF's IQ1_S to IQ3_S
 
     Attributes:
         kind: packed format.

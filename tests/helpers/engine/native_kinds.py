@@ -33,7 +33,7 @@ FORMATS = {
     "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
     "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256", "nvfp4"},
-    "GRID_MIX": {"iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s"},
+    "GRID_MIX": {"iq1s", "iq1m", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s"},
 }
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 
@@ -199,8 +199,11 @@ def _low_mix(name: str) -> str:
 
 
 def _grid_mix(name: str) -> str:
-    """Mix lattice types, with more bits for the embedding, values and down projections."""
+    """Mix lattice types, with more bits for the embedding, values and down projections, and fewer
+    for queries and keys.
+    """
     kinds = {"token_embd": "IQ3_S", "attn_v": "IQ3_XXS", "attn_qkv": "IQ3_XXS"}
+    kinds |= {"attn_k.": "IQ1_S", "attn_q.": "IQ1_M"}
     kinds |= {"ffn_gate": "IQ2_XS", "ffn_up": "IQ2_XS", "down": "IQ2_S"}
     return next((kind for part, kind in kinds.items() if part in name), "IQ2_XXS")
 

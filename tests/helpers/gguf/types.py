@@ -19,6 +19,19 @@ TYPES = {kind.name: (int(kind), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantiz
 _BY_BITS = {"Q1_0": (1, -1, 2), "Q2_0": (2, -1, 1), "Q2_0_g128": (2, -1, 1)}
 
 
+def put_half(blocks: Bytes, at: int | tuple[int, ...], values: npt.ArrayLike) -> None:
+    """Write a float16 into each block, at a byte offset or, as in IQ1_M, into the high nibbles of
+    four bytes.
+    """
+    bits = np.resize(np.asarray(values, np.float16), len(blocks)).view(np.uint16)
+    if isinstance(at, int):
+        blocks[:, at : at + 2] = bits[:, None].view(np.uint8)
+        return
+    for index, byte in enumerate(at):
+        nibbles = (bits >> 4 * index & 15).astype(np.uint8)
+        blocks[:, byte] = blocks[:, byte] & 15 | nibbles << 4
+
+
 def dequantized(name: str, data: Bytes) -> Floats:
     """Dequantize rows of blocks to float32 [rows, weights], with the package or bit by bit as in
     ggml-quants.c.

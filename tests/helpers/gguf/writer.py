@@ -29,7 +29,7 @@ from helpers.gguf.hybrids import (
     write_hybrid_sizes,
 )
 from helpers.gguf.layers import Config, Tensors, permuted, write_sizes
-from helpers.gguf.types import TYPES
+from helpers.gguf.types import TYPES, put_half
 from helpers.models.gpt_oss_files import ROPE as GPT_OSS_ROPE
 from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -156,6 +156,8 @@ K_SCALES = {
     "Q6_K": ((208,), 127 * 32),
     "Q2_K": ((80, 82), 15 * 3),
     "Q3_K": ((108,), 32 * 4),
+    "IQ1_S": ((0,), 15 / 8 * 9),
+    "IQ1_M": (((49, 51, 53, 55),), 15 / 8 * 9),
     "IQ2_XXS": ((0,), 31 / 8 * 43),
     "IQ2_XS": ((0,), 31 / 8 * 43),
     "IQ2_S": ((0,), 31 / 8 * 43),
@@ -269,9 +271,7 @@ def _random_blocks(values: np.ndarray, kind: str) -> np.ndarray:
     blocks = rng.integers(0, 256, (values.size // weights, nbytes), dtype=np.uint8)
     halves, largest = K_SCALES[kind]
     for at in halves:
-        blocks[:, at : at + 2] = np.array([2 * values.std() / largest], dtype=np.float16).view(
-            np.uint8
-        )
+        put_half(blocks, at, 2 * values.std() / largest)
     if kind == "NVFP4":
         scale = quants.NVFP4.fp32_to_ue4m3(np.array([4 * values.std() / largest], np.float32))
         blocks[:, :4] = np.clip(scale + blocks[:, :4] % np.uint8(8), 1, 126)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from helpers.gguf.types import put_half
 from kvboost_edge.kernels.linear import weight_formats as registry
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import PackedRows, pack_codes, pack_rows
@@ -44,9 +45,9 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
     if kind == "q6k":
         raw[0, 192:208] = 128
     places = {"q2k": (80, 82), "q3k": (108,), "q6k": (208,)} | dict.fromkeys(GRIDS, (0,))
+    places["iq1m"] = ((49, 51, 53, 55),)
     for at in places.get(kind, (0, 2)):
-        halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
-        raw[:, at : at + 2] = halves.view(np.uint8)
+        put_half(raw, at, 0.01 * rng.standard_normal(len(raw)))
     return raw.reshape(rows, -1)
 
 
@@ -136,7 +137,8 @@ def unpacked(
     if kind in BLOCKS:
         halves = packed.minima.view(np.float16)
         codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
-        scales, minima = reference.unpack_block_scales(packed.scales, halves, rows, inputs, kind)
+        stored = packed.codes if registry.FORMATS[kind].scales_in_codes else packed.scales
+        scales, minima = reference.unpack_block_scales(stored, halves, rows, inputs, kind)
     elif registry.FORMATS[kind].float8:
         codes = reference.unpack_e2m1_codes(packed.codes, rows, inputs)
         factors = packed.minima.view(np.float32)

@@ -165,6 +165,7 @@ def test_stored_codes_are_packed_exactly(kind, shape):
     [
         ("q2k", "Q2_K"),
         *(("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")),
+        *(("iq1s", "IQ1_S"), ("iq1m", "IQ1_M")),
         *(("iq2xxs", "IQ2_XXS"), ("iq2xs", "IQ2_XS"), ("iq2s", "IQ2_S")),
         *(("iq3xxs", "IQ3_XXS"), ("iq3s", "IQ3_S")),
     ],
@@ -181,6 +182,7 @@ def test_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
     ("kind", "most"),
     [
         *(("q2k", 1.0), ("q3k", 1.037), ("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)),
+        *(("iq1s", 1.0), ("iq1m", 1.036)),
         *(("iq2xxs", 1.061), ("iq2xs", 1.055), ("iq2s", 1.0), ("iq3xxs", 1.041), ("iq3s", 1.0)),
     ],
 )

@@ -198,6 +198,7 @@ def test_non_finite_inputs_stay_non_finite(kind, fine):
         ("q2k", "q3k"),
         ("q4k", "q2k"),
         ("iq3s", "q4k"),
+        ("iq1m", "iq1s"),
         ("iq2xs", "q6k"),
         ("nvfp4", "q4k"),
     ],

@@ -136,8 +136,8 @@ DAMAGE = {
     "too large": (_patched(lambda d: _number(d, NAME, 12, 1 << 40, 8)), "attn_q.*truncated"),
     "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "unexpected bytes"),
     "type not read": (
-        _patched(lambda d: _number(d, NAME, 20, 19, 4)),
-        "attn_q.*IQ1_S.*use a Q4_K_M",
+        _patched(lambda d: _number(d, NAME, 20, 36, 4)),
+        "attn_q.*I2_S.*use a TQ2_0",
     ),
     "type not known": (
         _patched(lambda d: _number(d, NAME, 20, 99, 4)),

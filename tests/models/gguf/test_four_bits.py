@@ -1,6 +1,5 @@
-"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, IQ2, IQ3 and formats of fewer bits,
-including
-widths that are not multiples of 256.
+"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, IQ1 to IQ3 and formats of fewer bits,
+including widths that are not multiples of 256.
 """
 
 import logging
@@ -82,7 +81,16 @@ def _iq2_xs(name):
     return "IQ2_S" if name.startswith("blk.0.ffn_down") else "IQ2_XS"
 
 
+def _iq1_m(name):
+    """Return a type as in llama.cpp's IQ1_M, which has more bits for some matrices, with IQ1_S for
+    a part of the MLPs.
+    """
+    kinds = {"token_embd": "IQ2_S", "attn_v": "Q4_K", "attn_output": "IQ2_XXS", "ffn_down": "IQ1_S"}
+    return next((kind for part, kind in kinds.items() if part in name), "IQ1_M")
+
+
 CASES = {
+    "IQ1_M": (_iq1_m, WIDE),
     "IQ2_XXS": ("IQ2_XXS", WIDE),
     "IQ2_XS": (_iq2_xs, WIDE),
     "IQ3_XXS": ("IQ3_XXS", WIDE),
@@ -168,6 +176,18 @@ def test_logits_are_bit_equal_in_any_pass_and_close_to_floats(name, case, tmp_pa
             },
             1.05,
         ),
+        (
+            "IQ1_M",
+            {
+                "embed": "iq2s",
+                "qkv": "iq1m",
+                "qkv+1": "q4k",
+                "out": "iq2xxs",
+                "gate_up": "iq1m",
+                "down": "iq1s",
+            },
+            1.05,
+        ),
         ("IQ2_XXS", {"embed": "iq2xxs", "qkv": "iq2xxs", "gate_up": "iq2xxs"}, 1.07),
         ("IQ3_S", {"embed": "iq3s", "qkv": "iq3s", "gate_up": "iq3s", "head": "iq3s"}, 1.01),
         ("Q3_K", {"embed": "q3k", "qkv": "q3k", "gate_up": "q3k", "down": "q3k"}, 1.05),
@@ -235,7 +255,7 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
     "kind",
     [
         *("IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "IQ2_S", "IQ3_XXS", "Q1_0", "Q2_0", "TQ1_0"),
-        "NVFP4",
+        *("NVFP4", "IQ1_S", "IQ1_M"),
     ],
 )
 def test_rows_are_read_in_transformers_order(kind, tmp_path):

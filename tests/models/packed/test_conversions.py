@@ -124,7 +124,7 @@ def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):
         r"weight instead of 0\.21 \(such as \S+\)",
         line,
     ), line
-    exact = ("Q2_K", "Q3_K", "IQ2_XS", "Q5_0", "Q5_1", "IQ4_NL", "NVFP4")
+    exact = ("Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XS", "Q5_0", "Q5_1", "IQ4_NL", "NVFP4")
     for kind in (*exact, "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
         path = write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind)
         assert not _lines(path, STORED, caplog)

@@ -31,7 +31,7 @@ from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_by
 from kvboost_edge.models.weights.weight_source import QuantRows, WeightSource
 
 TYPES = {"q2k": "Q2_K", "q3k": "Q3_K", "q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
-TYPES |= {"iq2xs": "IQ2_XS", "iq3s": "IQ3_S"}
+TYPES |= {"iq1s": "IQ1_S", "iq2xs": "IQ2_XS", "iq3s": "IQ3_S"}
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 50,
@@ -229,6 +229,7 @@ def _blocks(kind, rows, inputs, seed=0):
     [
         *(("q2k", "q2k"), ("q3k", "q3k"), ("q4k", "q4k"), ("q5k", "q5k"), ("q6k", "q6k")),
         *(("q3k", "q6k"), ("q4k", "q5k"), ("iq2xs", "iq2xs"), ("iq3s", "iq3s")),
+        ("iq1s", "iq1s"),
     ],
 )
 def test_k_blocks_keep_their_values_bit_for_bit(stored, kind, rows, monkeypatch):
