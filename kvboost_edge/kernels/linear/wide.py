@@ -50,6 +50,7 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_scales,
     emit_table,
     emit_table_pair,
+    emit_values,
 )
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
 from kvboost_edge.kernels.linear.weight_formats import (
@@ -192,7 +193,11 @@ class _Requantizer:
         """
         factors = emit_scratch(b, _GROUPS * self.parts * 2 * _LINE)
         (top,) = emit_slots(b, _splat(0.0), 1)
-        table = emit_table(b, tile.minima, signed=True) if self.format.table else None
+        table = None
+        if self.format.table:
+            table = emit_table(b, tile.minima, signed=True)
+        elif self.format.values:
+            table = emit_values(self.format, signed=True)
         with emit_loop(b, count) as group:
             number = b.add(first, group)
             for part in range(self.parts):
@@ -234,7 +239,8 @@ class _Requantizer:
     def _factors(self, b: Builder, tile: _Weights, number: Value, part: int) -> tuple[Value, Value]:
         """Return the scales of a part and its minima times -1."""
         index = b.add(b.mul(number, int_constant(self.parts)), int_constant(part))
-        scale, low = emit_scales(b, self.format, tile.scales, tile.minima, index)
+        scales = tile.codes if self.format.scales_in_codes else tile.scales
+        scale, low = emit_scales(b, self.format, scales, tile.minima, index)
         if low is None:
             return scale, _splat(0.0)
         factor = -float(HALF_OFFSET) if self.format.minima_in_halves else -1.0
