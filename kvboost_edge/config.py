@@ -96,10 +96,14 @@ CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "speculation": ("auto", "on", "off"),
     "mtp": ("auto", "off"),
     "arithmetic": ("exact", "wide"),
+    "prefill": ("exact", "sparse"),
     "generation_config": ("model", "none"),
 }
 # Options that make all answers of an engine approximate: (option, value, label).
-_APPROXIMATIONS = (("arithmetic", "wide", "wide_arithmetic"),)
+_APPROXIMATIONS = (
+    ("arithmetic", "wide", "wide_arithmetic"),
+    ("prefill", "sparse", "sparse_prefill"),
+)
 _LEAST_DISK_BYTES = 1 << 20
 # More threads than any machine has cores. Each thread takes a stack, and the system limits their
 # number.
@@ -188,6 +192,16 @@ class EngineConfig:
         str,
         group="Model",
         choices=CHOICES["arithmetic"],
+    )
+    prefill: str = option(
+        "exact",
+        "Attention of prompts in the native runner. sparse is faster for long prompts: from 8,192 "
+        "tokens on, prompt tokens attend only to the blocks with the highest estimated weight. "
+        "The last tokens of a prompt and the answer attend to all tokens. Answers are then "
+        "approximate and marked as such",
+        str,
+        group="Model",
+        choices=CHOICES["prefill"],
     )
     max_model_len: int | None = option(
         None,

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "GROUP_TOKENS",
     "Longs",
     "Segment",
     "Segments",
@@ -23,6 +24,11 @@ __all__ = [
     "valid_to",
 ]
 
+GROUP_TOKENS = 16
+"""Query tokens of a sparse prefill that share a selection of blocks.
+
+They start at a multiple of this number and are computed in one pass.
+"""
 Longs = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32] | None
 """Rows of `Segment`, int32 [num_segments, 5], or None if every sequence has one plain segment.

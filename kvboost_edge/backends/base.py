@@ -165,6 +165,9 @@ class BatchLayout:
         stores: False for a pass that only reads KV. Its rows attend to the KV up to their position,
             and `slot_mapping` is not used. In a quantized pool, the blocks of these positions must
             be open.
+        sparse (int32 [num_seqs, 2]): First position and end of each sequence's sparse range, whose
+            queries attend to selected blocks only. None means no ranges. Only the cpu backend
+            supports them.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -174,6 +177,7 @@ class BatchLayout:
     segments: Segments = None
     states: PassStates | None = None
     stores: bool = True
+    sparse: npt.NDArray[np.int32] | None = None
 
 
 class AttentionParams(NamedTuple):

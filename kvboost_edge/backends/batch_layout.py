@@ -64,6 +64,11 @@ def check_layout(
             f"slots {min(written)}..{max(written)} must be in the pool's "
             f"0..{num_blocks * block_size - 1}"
         )
+    if layout.sparse is not None and layout.sparse.shape != (num_seqs, 2):
+        raise ConfigError(
+            f"sparse ranges of shape {layout.sparse.shape} must have shape ({num_seqs}, 2): the "
+            "first position and the end for each sequence"
+        )
     _check_tables(layout, seq_lens, block_size, num_blocks)
     if (layout.states is None) != (num_state_slots == 0):
         raise ConfigError(

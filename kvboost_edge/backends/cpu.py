@@ -54,6 +54,7 @@ class PreparedBatch:
             np.ascontiguousarray(layout.seq_lens, dtype=np.int32),
             np.ascontiguousarray(layout.block_tables, dtype=np.int32),
             layout.segments,
+            None if layout.sparse is None else np.ascontiguousarray(layout.sparse, dtype=np.int32),
         )
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
@@ -91,6 +92,11 @@ class PreparedBatch:
             self.slot_mapping[rows],
             repeated_segments(paged.segments, source),
         )
+        if paged.sparse_ranges is not None:
+            raise ConfigError(
+                "a pass with sparse ranges cannot be restricted to some rows, because rows of one "
+                "group share a selection"
+            )
         found = PreparedBatch(layout, self._num_threads)
         found.coded = None if self.coded is None else read_only_pass(self.coded, layout, source)
         return found

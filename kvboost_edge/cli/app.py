@@ -262,6 +262,15 @@ ArithmeticOption = Annotated[
         "Default: exact.",
     ),
 ]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill",
+        metavar="KIND",
+        help="Attention of prompts in the native runner: exact, or sparse (faster from 8,192 "
+        "tokens on, approximate). Default: exact.",
+    ),
+]
 StrategyOption = Annotated[
     RecomputeStrategy | None,
     typer.Option(
@@ -368,6 +377,7 @@ def generate(
     max_memory: MaxMemoryOption = None,
     draft_model: DraftModelOption = None,
     arithmetic: ArithmeticOption = None,
+    prefill: PrefillOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -394,6 +404,7 @@ def generate(
             max_memory=max_memory,
             draft_model=draft_model,
             arithmetic=arithmetic,
+            prefill=prefill,
         ),
         settings,
         chat=chat,
@@ -472,6 +483,7 @@ def chat(
     max_memory: MaxMemoryOption = None,
     draft_model: DraftModelOption = None,
     arithmetic: ArithmeticOption = None,
+    prefill: PrefillOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Chat with a local model or a server, with cache statistics after each answer."""
@@ -499,6 +511,7 @@ def chat(
         max_memory=max_memory,
         draft_model=draft_model,
         arithmetic=arithmetic,
+        prefill=prefill,
     )
     remote_options(url, options, api_key)
     if url is None:
@@ -767,6 +780,7 @@ def batch(
         "kvboost-edge eval notes.txt -m ./my-model --against weights=int4 --against "
         "weights=int8,kv_cache_bits=8,4\n\n"
         "kvboost-edge eval notes.txt -m ./my-model --arithmetic wide\n\n"
+        "kvboost-edge eval book.txt -m ./my-model --prefill sparse --window 16384\n\n"
         "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json"
     ),
 )
@@ -808,6 +822,15 @@ def evaluate(
             help="Arithmetic to compare with, same as --against arithmetic=KIND.",
         ),
     ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            "--prefill",
+            metavar="KIND",
+            help="Prefill to compare with, same as --against prefill=KIND. Only windows of more "
+            "than 8,192 tokens differ.",
+        ),
+    ] = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
@@ -818,7 +841,8 @@ def evaluate(
     from kvboost_edge.cli.option_parsing import engine_options
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
-    compared = [*(against or ()), *([f"arithmetic={arithmetic}"] if arithmetic else ())]
+    given = {"arithmetic": arithmetic, "prefill": prefill}
+    compared = [*(against or ()), *(f"{name}={kind}" for name, kind in given.items() if kind)]
     run_eval(file, model, options, compared, window=window, as_json=as_json)
 
 

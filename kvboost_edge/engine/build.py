@@ -82,7 +82,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = (
     *("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range"),
-    *("draft_model", "draft_vocabulary", "mtp", "arithmetic"),
+    *("draft_model", "draft_vocabulary", "mtp", "arithmetic", "prefill"),
 )
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
@@ -312,6 +312,7 @@ def _load_options(
         progress=progress,
         short_vocabulary=short_vocabulary,
         arithmetic=config.arithmetic,
+        sparse=config.prefill == "sparse",
     )
 
 

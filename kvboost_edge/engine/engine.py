@@ -34,6 +34,7 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.samplers.vocabulary import WordFields
 from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
+from kvboost_edge.engine.sparse_prefill import prefill_of
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.blocking_calls import Calls
@@ -215,8 +216,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             history_bytes=parts.history_bytes,
             models=make_model_drafts(drafter, parts.manager, info),
         )
+        prefill = prefill_of(config)
         self._sequences = Sequences(
-            parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids
+            parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids, prefill
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks

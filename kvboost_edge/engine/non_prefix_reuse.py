@@ -52,6 +52,8 @@ class ReuseFields(RequestFeature):
     @property
     def refusal(self) -> str | None:
         """Reason why the model or its runner does not support non-prefix reuse, or None."""
+        if self._config.prefill == "sparse":
+            return "prefill='sparse' computes prompts from exact prefixes only; use prefill='exact'"
         return states_refusal(self._runner.info) or self._runner.moved_keys_refusal
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
@@ -9,7 +11,12 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.non_prefix_reuse import SequenceSpans, SpanSharing
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import Constraint, SequenceFeatures, SharedSpans
+from kvboost_edge.engine.schedule.feature import (
+    Constraint,
+    Prefill,
+    SequenceFeatures,
+    SharedSpans,
+)
 from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
@@ -89,7 +96,11 @@ def _kind_of(drafter: DraftParts) -> type[DraftModel]:
 
 
 class Sequences:
-    """A thread-safe factory for an engine's sequences."""
+    """A thread-safe factory for an engine's sequences.
+
+    Args:
+        prefill: function that returns how a request's prompt is computed.
+    """
 
     def __init__(
         self,
@@ -97,11 +108,13 @@ class Sequences:
         speculation: Speculation,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        prefill: Callable[[Request], Prefill] = lambda request: Prefill(),
     ) -> None:
         self._tokenizer = tokenizer
         self._speculation = speculation
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._masked = np.empty(vocab_size, np.float32)
+        self._prefill = prefill
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
         """Create the sequence of a request.
@@ -118,6 +131,7 @@ class Sequences:
                 drafting=self._speculation.drafting(request),
                 grammar=self._constraint(request),
                 spans=SharedSpans() if request.repair is None else SequenceSpans(request),
+                prefill=self._prefill(request),
             ),
         )
 

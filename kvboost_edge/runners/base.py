@@ -186,6 +186,7 @@ class LoadOptions(NamedTuple):
         progress: called with the bytes done and the bytes in total.
         short_vocabulary: see `RunnerInfo`.
         arithmetic: "exact" or "wide", see `EngineConfig.arithmetic`.
+        sparse: whether passes may have sparse ranges, see `BatchLayout`.
     """
 
     weights: str
@@ -197,6 +198,7 @@ class LoadOptions(NamedTuple):
     progress: Callable[[int, int], None] | None = None
     short_vocabulary: int = 0
     arithmetic: str = "exact"
+    sparse: bool = False
 
 
 class Runner(Protocol):

@@ -226,7 +226,8 @@ class SamplingValues(_Answer):
 
 
 _APPROXIMATIONS = (
-    "Options that make all answers approximate: wide_arithmetic for --arithmetic wide."
+    "Options that make all answers approximate: wide_arithmetic for --arithmetic wide, "
+    "sparse_prefill for --prefill sparse."
 )
 
 

@@ -36,6 +36,7 @@ REQUEST = (
     "--max-memory 4GB",
     "--draft-model x",
     "--arithmetic exact",
+    "--prefill exact",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
@@ -60,6 +61,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         "FILE",
         (
             *(*MODEL, "--against weights=int4", "--window 64", "--arithmetic exact"),
+            "--prefill exact",
             *(*ENGINE, *PACKED, "--json"),
         ),
     ),

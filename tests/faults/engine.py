@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import fault
 
 _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random_schedules.py")
+_SPARSE_PREFILL = ("tests/engine/test_sparse_prefill.py",)
 
 FAULTS = (
     fault(
@@ -17,7 +18,7 @@ FAULTS = (
     fault(
         "matches the answer's tokens with prompts in wide arithmetic",
         "engine/schedule/sequence.py",
-        "end = self.request.num_shareable + 1",
+        "end = self.num_shareable + 1",
         "end = len(self.token_ids)",
         "tests/engine/test_wide_arithmetic.py",
     ),
@@ -126,6 +127,20 @@ FAULTS = (
         "positions += range(one.start, one.stop)",
         "positions += range(one.start + (one.start > 0), one.stop + (one.start > 0))",
         "tests/engine/test_end_to_end.py",
+    ),
+    fault(
+        "publishes KV after the sparse range",
+        "engine/schedule/sequence.py",
+        "min(self.request.num_shareable, self.prefill.shared_end)",
+        "self.request.num_shareable",
+        *_SPARSE_PREFILL,
+    ),
+    fault(
+        "steps cut groups of sparse prefill",
+        "engine/sparse_prefill.py",
+        "stop // GROUP_TOKENS * GROUP_TOKENS",
+        "max(stop, start + 1)",
+        *_SPARSE_PREFILL,
     ),
     fault(
         "ignores temperature",

@@ -6,6 +6,7 @@ from faults.fault import fault
 from faults.suites import GEMMA4, GEMMA4_EXPERTS, SPARSE
 
 _ROOMS = ("tests/kernels", "tests/backends")
+_SELECTION = ("tests/kernels/attention/test_block_selection.py",)
 _ROUTED = ("tests/kernels/program/test_experts.py",)
 
 FAULTS = (
@@ -106,6 +107,27 @@ FAULTS = (
         "    if window == 0:\n        return tile_end\n",
         "    if window >= 0:\n        return tile_end\n",
         "tests/kernels/attention/test_paged.py",
+    ),
+    fault(
+        "sparse prefill shows the padding of the last kept tile",
+        "kernels/attention/sparse_attend.py",
+        "_shown(unit, count * LANES)",
+        "_shown(unit, STRIPS * LANES)",
+        *_SELECTION,
+    ),
+    fault(
+        "sparse prefill drops strips before the rows",
+        "kernels/attention/block_selection.py",
+        "strip >= num_strips - LOCAL_STRIPS",
+        "strip >= num_strips",
+        *_SELECTION,
+    ),
+    fault(
+        "sparse prefill reads a quantized strip at the start of its block",
+        "kernels/quantized_kv/sparse_code_attend.py",
+        "codes = here + 4 * (position % layout.block_size)",
+        "codes = here",
+        *_SELECTION,
     ),
     fault(
         "drops the norm of values",

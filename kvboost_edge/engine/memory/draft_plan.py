@@ -141,6 +141,7 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         draft_vocabulary=None,
         mtp="off",
         arithmetic="exact",  # draft tokens are verified, so other bits would save little
+        prefill="exact",
     )
     try:
         checkpoint = open_checkpoint(find_model(name, own), own)

@@ -91,7 +91,10 @@ def measured_overhead(
     give_back()  # return freed memory to the OS, mainly from loading the tokenizer
     # Load the kernels so that their machine code is measured too.
     is_wide = config.arithmetic == "wide"
-    load_kernels(checkpoint, selected.runner.weights, config.kv_bits, is_wide=is_wide)
+    sparse = config.prefill == "sparse"
+    load_kernels(
+        checkpoint, selected.runner.weights, config.kv_bits, is_wide=is_wide, sparse=sparse
+    )
     if draft is not None:
         draft.load_kernels()
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected, draft))

@@ -1,9 +1,9 @@
 """The interface between a sequence and optional features.
 
 The classes here are null implementations, which features subclass. Speculative decoding subclasses
-`Drafting`, structured output and reasoning budgets `Constraint`, and non-prefix KV reuse
-`SharedSpans`. Callers use the same methods whether or not a feature is on. `Restored` has no
-subclass. Without offload tiers, its counts stay 0.
+`Drafting`, structured output and reasoning budgets `Constraint`, non-prefix KV reuse
+`SharedSpans`, and sparse prefill `Prefill`. Callers use the same methods whether or not a feature
+is on. `Restored` has no subclass. Without offload tiers, its counts stay 0.
 
 `planners.py` holds the interfaces of features that plan for all sequences together.
 """
@@ -18,12 +18,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.engine.request.request import ALL_TOKENS
+
 if TYPE_CHECKING:
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.reuse.block_history import Chain
     from kvboost_edge.reuse.deviation_scoring import Probe
 
-__all__ = ["Constraint", "Drafting", "Feature", "Restored", "SequenceFeatures", "SharedSpans"]
+__all__ = [
+    "Constraint",
+    "Drafting",
+    "Feature",
+    "Prefill",
+    "Restored",
+    "SequenceFeatures",
+    "SharedSpans",
+]
 
 Floats = npt.NDArray[np.float32]
 
@@ -160,6 +170,26 @@ class SharedSpans(Feature):
         return position
 
 
+class Prefill(Feature):
+    """The computation of one sequence's prompt. In the null implementation it is exact.
+
+    Attributes:
+        shared_end: position from which on KV is neither taken from the prefix cache nor added to
+            it, a multiple of the block size, or ALL_TOKENS.
+    """
+
+    shared_end: int = ALL_TOKENS
+
+    @property
+    def sparse_range(self) -> tuple[int, int]:
+        """First position and end of the tokens that attend to selected blocks only."""
+        return 0, 0
+
+    def whole_groups(self, start: int, count: int) -> int:
+        """Return how many tokens to compute from `start` on if a step has room for `count`."""
+        return count
+
+
 class Restored(Feature):
     """Counts of one sequence's tokens whose KV came from offload tiers.
 
@@ -216,7 +246,8 @@ class SequenceFeatures:
     drafting: Drafting = dataclasses.field(default_factory=Drafting)
     grammar: Constraint = dataclasses.field(default_factory=Constraint)
     spans: SharedSpans = dataclasses.field(default_factory=SharedSpans)
+    prefill: Prefill = dataclasses.field(default_factory=Prefill)
     restored: Restored = dataclasses.field(default_factory=Restored)
 
     def __iter__(self) -> Iterator[Feature]:
-        return iter((self.drafting, self.grammar, self.spans, self.restored))
+        return iter((self.drafting, self.grammar, self.spans, self.prefill, self.restored))

@@ -191,8 +191,11 @@ class Scheduler:
             self._admit(plan)
         members, limit = self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
         wanted = self._share(members, limit)
+        for sequence in members:
+            if count := wanted.get(sequence.index, 0):
+                wanted[sequence.index] = sequence.whole_groups(count)
         self._reserve(wanted, plan)
-        budget = self.max_batch_tokens - sum(wanted.values())
+        budget = max(0, self.max_batch_tokens - sum(wanted.values()))
         reserve = functools.partial(self._reserve_spare, plan)
         # Draft tokens of background sequences would take time from the others.
         drafting = [one for one in self.running if one.index not in limit.spare]

@@ -63,6 +63,7 @@ class Sequence:
         drafting: speculative decoding.
         grammar: structured output, and a reasoning budget around it.
         spans: non-prefix KV reuse.
+        prefill: exact or sparse computation of the prompt.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Sequence:
         self.drafting = self.features.drafting
         self.grammar = self.features.grammar
         self.spans = self.features.spans
+        self.prefill = self.features.prefill
         self.marks = PhaseMarks(request)
         self.scores = TokenScores(request)
         self._sample = make_sampler(
@@ -163,10 +165,15 @@ class Sequence:
         return None
 
     @property
+    def num_shareable(self) -> int:
+        """Number of leading tokens whose KV may come from the cache and be added to it."""
+        return min(self.request.num_shareable, self.prefill.shared_end)
+
+    @property
     def cacheable_ids(self) -> list[int]:
         """Tokens that may be served from the cache at admission."""
         # At least one more token is always computed.
-        end = self.request.num_shareable + 1
+        end = self.num_shareable + 1
         start = self.logits_from
         if start is not None:
             end = min(end, start + 1)
@@ -200,6 +207,10 @@ class Sequence:
                 break
             start = end
         return found
+
+    def whole_groups(self, count: int) -> int:
+        """Return how many tokens a step computes if it has room for `count`; see `Prefill`."""
+        return self.prefill.whole_groups(self.num_computed_tokens, count)
 
     def finish(self) -> None:
         """End the sequence and free its features' resources."""

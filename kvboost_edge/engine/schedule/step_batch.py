@@ -66,6 +66,7 @@ def build_batch(
         slot_mapping=np.array(slots, np.int64),
         segments=_segments_of(work, tables),
         states=_states_of(work, tables, manager),
+        sparse=_sparse_ranges_of(work),
     )
     return ForwardBatch(
         token_ids=np.array(tokens, np.int64),
@@ -126,6 +127,19 @@ def _states_of(
         saves=np.array(saves, np.int32).reshape(-1, 3),
         certain=np.array([one.certain_stop - one.start for one in work], np.int32),
     )
+
+
+def _sparse_ranges_of(
+    work: Several[ScheduledTokens[Sequence]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]] | None:
+    """Return the sequences' sparse ranges, or None if the step computes none of their tokens."""
+    ranges = [one.sequence.prefill.sparse_range for one in work]
+    if not any(
+        max(one.start, first) < min(one.stop, end)
+        for one, (first, end) in zip(work, ranges, strict=True)
+    ):
+        return None
+    return np.array(ranges, np.int32)
 
 
 def _segments_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Segments:

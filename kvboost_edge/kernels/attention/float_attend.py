@@ -56,7 +56,7 @@ from kvboost_edge.kernels.vectors import (
     store_i64,
 )
 
-__all__ = ["attend", "attend_units", "place_strip"]
+__all__ = ["attend", "attend_tile", "attend_tiles", "attend_units", "locate", "place_strip"]
 
 _VALUES_4 = values_tile[4]
 _VALUES_2 = values_tile[2]
@@ -91,11 +91,11 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
         fill(zeros, shape.padded_dim, np.float32(0.0))
         _set_column(at, zeros, 0, zeros, 0, zeros, zeros)
         return
-    keys, values = _locate(job, unit, position)
+    keys, values = locate(job, unit, position)
     next_keys = keys
     next_values = values
     if position + TILE < unit.high:
-        next_keys, next_values = _locate(job, unit, position + TILE)
+        next_keys, next_values = locate(job, unit, position + TILE)
     size = 4 if shape.kind == KIND_F32 else 2
     key_step = shape.block_size * size
     value_step = shape.head_dim * size
@@ -129,7 +129,7 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
 
 
 @kernel
-def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
+def locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
     """Return the addresses of the key and value at a position."""
     shape = job.shape
     size = 4 if shape.kind == KIND_F32 else 2
@@ -165,7 +165,7 @@ def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
 
 
 @kernel
-def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
+def attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
     """Add the 64 tokens at `start` to the softmax state of all rows.
 
     The tile table gives the location of the tokens.
@@ -249,13 +249,19 @@ def _add_halves(unit: Unit, weights: int, factors: int, out: int, dim: int) -> N
 def _attend_partition(job: Job, unit: Unit, more: int, partition: int, state: int) -> None:
     """Compute the softmax state of the unit's rows over one partition."""
     clear_state(job.shape, unit.num_rows, state)
-    start = max(unit.low, partition * PARTITION) // TILE * TILE
+    attend_tiles(job, unit, partition, unit.low, state)
+
+
+@kernel
+def attend_tiles(job: Job, unit: Unit, partition: int, low: int, state: int) -> None:
+    """Add the tiles of one partition, from the tile at `low` on, to the softmax state."""
+    start = max(low, partition * PARTITION) // TILE * TILE
     end = min(unit.high, partition * PARTITION + PARTITION)
     while start < end:
         in_place = _reads_halves(job.shape, unit, start)
         for strip in range(STRIPS):
             place_strip(job, unit, strip, start + strip * LANES, in_place)
-        _attend_tile(job.shape, unit, start, state, in_place)
+        attend_tile(job.shape, unit, start, state, in_place)
         start += TILE
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.kernels.attention.block_selection import selection_floats
 from kvboost_edge.kernels.attention.call import (
     NUM_COUNTERS,
     UNITS_DONE,
@@ -31,6 +32,7 @@ from kvboost_edge.kernels.attention.paged import (
     plan_work,
     storage_kind,
 )
+from kvboost_edge.kernels.attention.sparse_attend import SparseCall, attend_sparse
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.segments import Segment, has_delta, turned_positions
@@ -123,12 +125,14 @@ def paged_attention(
             options.ahead,
         )
     call = make_call(queries, pool, batch, options, space, plan, turning=turning)
+    ranges = batch.sparse_ranges
+    kernel: Any = attend if ranges is None else attend_sparse
+    given = call if ranges is None else SparseCall(call, _plain(ranges, np.int32))
     if is_small(call, plan):
-        attend(call)
+        kernel(given)
     else:
-        space.team.run(
-            attend, call, call.counters, UNITS_DONE, len(plan.items) * call.shape.num_kv_heads
-        )
+        num_units = len(plan.items) * call.shape.num_kv_heads
+        space.team.run(kernel, given, call.counters, UNITS_DONE, num_units)
     return call.out, call.lse
 
 
@@ -196,6 +200,9 @@ def make_call(
     padded_dim = _round_up(head_dim, LANES)
     padded_rows = _round_up(plan.tile_rows * heads_per_kv, ROWS)
     extra = 0 if more_scratch is None else _round_up(more_scratch(padded_rows, padded_dim), LANES)
+    if batch.sparse_ranges is not None:
+        longest = int(batch.seq_lens.max())
+        extra += _round_up(selection_floats(heads_per_kv, padded_dim, longest), LANES)
     shape = AttentionShape(
         num_kv_heads=num_kv_heads,
         heads_per_kv=heads_per_kv,

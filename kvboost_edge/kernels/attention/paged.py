@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
-from kvboost_edge.segments import Longs, Segment, Segments, valid_to
+from kvboost_edge.segments import GROUP_TOKENS, Longs, Segment, Segments, valid_to
 
 __all__ = [
     "ITEM_COLUMNS",
@@ -93,12 +93,24 @@ class PagedBatch(NamedTuple):
             end are not read.
         segments: positions that the entries hold; see segments.py. None means that entry i holds
             the positions from i * block_size on.
+        sparse: int32 [num_seqs, 2], the sparse range of each sequence: the first position and the
+            end of the positions whose queries attend to selected blocks. None means no ranges.
     """
 
     cu_seqlens_q: Ints
     seq_lens: Ints
     block_tables: Ints
     segments: Segments = None
+    sparse: Ints | None = None
+
+    @property
+    def sparse_ranges(self) -> Ints | None:
+        """The sparse ranges, or None if no query row of the batch is in one."""
+        if self.sparse is None:
+            return None
+        first = self.seq_lens - np.diff(self.cu_seqlens_q)
+        inside = np.maximum(self.sparse[:, 0], first) < np.minimum(self.sparse[:, 1], self.seq_lens)
+        return self.sparse if inside.any() else None
 
 
 class AttentionOptions(NamedTuple):
@@ -212,6 +224,7 @@ def plan_work(
 
     The plan affects only the speed, because partial results end at absolute positions and merge in
     order. A sequence with several segments is always split, each segment into its own partitions.
+    The rows of a sparse range form items of `GROUP_TOKENS` rows, which are not split.
 
     Args:
         batch: query rows and block tables.
@@ -222,7 +235,8 @@ def plan_work(
         ahead: number of later tokens that a query also sees.
 
     Raises:
-        ConfigError: `ahead` is combined with segments.
+        ConfigError: `ahead` is combined with segments, or a sparse range is combined with segments
+            or begins or ends inside a group.
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
@@ -233,7 +247,17 @@ def plan_work(
     starts = batch.cu_seqlens_q.tolist()
     seq_lens = batch.seq_lens.tolist()
     lengths = tuple(end - first for first, end in pairwise(starts))
+    ranges = batch.sparse_ranges if window == 0 else None
+    if ranges is not None:
+        tile_rows = max(tile_rows, GROUP_TOKENS)
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
+    if ranges is not None:
+        if batch.segments is not None:
+            raise ConfigError(
+                "sparse ranges cannot be combined with segments; use exact prefill for sequences "
+                "that reuse blocks of other positions"
+            )
+        return _plan_items(lengths, seq_lens, None, cut, ranges)
     if max(lengths, default=0) > tile_rows or (window > 0 and batch.segments is not None):
         return _plan_items(lengths, seq_lens, batch.segments, cut)
     # Decode steps share a cached plan until a sequence starts another tile or a partition leaves
@@ -282,6 +306,37 @@ def _plan_again(
     return _plan_items(lengths, seq_lens, rows, cut)
 
 
+def _sparse_tiles(
+    lengths: Longs, seq_lens: Longs, tile_rows: int, ranges: Ints
+) -> tuple[Longs, Longs, Longs, Longs, npt.NDArray[np.bool_]]:
+    """Return the tiles of query rows of a batch with sparse ranges.
+
+    Returns:
+        The number of tiles per sequence, then for each tile its sequence, first row, number of rows
+        and whether it is in a sparse range.
+    """
+    tiles = np.zeros(lengths.size, np.int64)
+    found: list[tuple[int, int, int, bool]] = []
+    for sequence, (length, seq_len) in enumerate(
+        zip(lengths.tolist(), seq_lens.tolist(), strict=True)
+    ):
+        before = seq_len - length
+        first, end = (min(max(at - before, 0), length) for at in ranges[sequence].tolist())
+        end = max(first, end)
+        if end > first and ((before + first) % GROUP_TOKENS or (end - first) % GROUP_TOKENS):
+            raise ConfigError(
+                f"positions {before + first} to {before + end} of a sparse range must be computed "
+                f"in groups of {GROUP_TOKENS}; align the chunks of the prompt"
+            )
+        parts = ((0, first, tile_rows), (first, end, GROUP_TOKENS), (end, length, tile_rows))
+        for part, (start, stop, size) in enumerate(parts):
+            for row in range(start, stop, size):
+                found.append((sequence, row, min(size, stop - row), part == 1))
+                tiles[sequence] += 1
+    columns = np.array(found, np.int64).reshape(-1, 4).T
+    return tiles, columns[0], columns[1], columns[2], columns[3].astype(np.bool_)
+
+
 class _Walks(NamedTuple):
     """The ranges of partitions that tiles of query rows attend to, one range per tile and segment.
 
@@ -313,24 +368,43 @@ class _Walks(NamedTuple):
 
 
 def _plan_items(
-    new: Sequence[int], known: Sequence[int], segments: Segments, cut: _Cut
+    new: Sequence[int],
+    known: Sequence[int],
+    segments: Segments,
+    cut: _Cut,
+    ranges: Ints | None = None,
 ) -> WorkPlan:
-    """Return the plan for sequences with `new` query rows each and lengths `known`."""
+    """Return the plan for sequences with `new` query rows each and lengths `known`.
+
+    `ranges` are the sparse ranges.
+    """
     lengths = np.array(new, np.int64)
     seq_lens = np.array(known, np.int64)
     tile_rows = cut.tile_rows
-    tiles = -(-lengths // tile_rows)
-    sequence = np.repeat(np.arange(lengths.size), tiles)
-    first_row = (np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
-    rows = np.minimum(lengths[sequence] - first_row, tile_rows)
+    if ranges is None:
+        tiles = -(-lengths // tile_rows)
+        sequence = np.repeat(np.arange(lengths.size), tiles)
+        first_row = (
+            np.arange(sequence.size) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        ) * tile_rows
+        rows = np.minimum(lengths[sequence] - first_row, tile_rows)
+        is_sparse = np.zeros(sequence.size, np.bool_)
+    else:
+        tiles, sequence, first_row, rows, is_sparse = _sparse_tiles(
+            lengths, seq_lens, tile_rows, ranges
+        )
     position = seq_lens[sequence] - lengths[sequence] + first_row
     seen = np.minimum(seq_lens[sequence], position + rows + cut.ahead) - position
     walks = _walks(sequence, position, seen, segments, cut.window)
+    if is_sparse.any():
+        # The kept strips are attended to with the tile of the first row.
+        first = np.where(is_sparse, position // _TILE * _TILE // PARTITION, walks.first_partition)
+        walks = walks._replace(first_partition=first)
     totals = counts = walks.end_partition - walks.first_partition
     if segments is not None:
         totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
     few = (tiles == 1) | (tiles * cut.num_kv_heads < _ITEMS_PER_THREAD * cut.num_threads)
-    split = few[sequence] & (totals > 1) & (cut.num_threads > 1)
+    split = few[sequence] & (totals > 1) & (cut.num_threads > 1) & ~is_sparse
     if segments is not None:
         split |= np.bincount(walks.tile, minlength=sequence.size) > 1
 

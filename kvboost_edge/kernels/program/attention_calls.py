@@ -13,11 +13,16 @@ import numpy.typing as npt
 from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, RotationPointers
 from kvboost_edge.kernels.attention.float_attend import attend_units
 from kvboost_edge.kernels.attention.rope import copy_floats
+from kvboost_edge.kernels.attention.sparse_attend import SparseJob, attend_sparse_units
 from kvboost_edge.kernels.entry import KernelEntry, caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.table import B_ROWS, ProgramJob
 from kvboost_edge.kernels.quantized_kv.code_attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.quantized_kv.code_write import quantize_block
+from kvboost_edge.kernels.quantized_kv.sparse_code_attend import (
+    SparseCodedJob,
+    attend_sparse_coded_units,
+)
 from kvboost_edge.kernels.signature import INT64
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
 from kvboost_edge.kernels.vectors import KIND_F32, load_acquire, load_f32, load_i64, store_scalar
@@ -45,6 +50,7 @@ __all__ = [
     "R_SIN",
     "R_SINKS",
     "R_SLOTS",
+    "R_SPARSE",
     "R_STAGE",
     "R_TABLE_WIDTH",
     "R_UNROTATED",
@@ -78,6 +84,8 @@ class AttentionRow(NamedTuple):
             writes.
         num_closed: number of these pairs.
         stage: address of float32 [num_threads, dim * block], scratch for quantization.
+        sparse: address of int32 [num_seqs, 2], the sparse ranges; 0 without any. Only the entries
+            for sparse prefill read it.
     """
 
     job: CodedJob
@@ -88,6 +96,7 @@ class AttentionRow(NamedTuple):
     closed: int
     num_closed: int
     stage: int
+    sparse: int
 
 
 def _at(path: str) -> int:
@@ -120,6 +129,7 @@ R_CODED_TABLES = _at("job.block_tables")
 R_MAX_BLOCKS = _at("job.max_blocks")
 R_SLOTS = _at("slots")
 R_STAGE = _at("stage")
+R_SPARSE = _at("sparse")
 R_CONTINUED = _at("continued")
 R_NUM_CONTINUED = _at("num_continued")
 R_CLOSED = _at("closed")
@@ -160,6 +170,18 @@ def _attend_floats(at: int) -> None:
 def _attend_codes(at: int) -> None:
     row = load_row(AttentionRow, at)
     attend_coded_units(row.job.plain, row.turn, row.job)
+
+
+@kernel
+def _attend_sparse_floats(at: int) -> None:
+    row = load_row(AttentionRow, at)
+    attend_sparse_units(row.job.plain, row.turn, SparseJob(row.job.plain, row.sparse))
+
+
+@kernel
+def _attend_sparse_codes(at: int) -> None:
+    row = load_row(AttentionRow, at)
+    attend_sparse_coded_units(row.job.plain, row.turn, SparseCodedJob(row.job, row.sparse))
 
 
 @kernel
@@ -251,7 +273,9 @@ close_blocks = caller(INT64, INT64)
 """Call `close_entry` with (at, unit)."""
 close_entry = KernelEntry(_close_blocks, INT64, INT64)
 attend_entries = {
-    False: KernelEntry(_attend_floats, INT64),
-    True: KernelEntry(_attend_codes, INT64),
+    (False, False): KernelEntry(_attend_floats, INT64),
+    (True, False): KernelEntry(_attend_codes, INT64),
+    (False, True): KernelEntry(_attend_sparse_floats, INT64),
+    (True, True): KernelEntry(_attend_sparse_codes, INT64),
 }
-"""Attention entry by whether the pool is quantized."""
+"""Attention entry by whether the pool is quantized, and whether prompts may have sparse ranges."""

@@ -40,7 +40,11 @@ def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
 
 
 def table_entries(
-    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None
+    kinds: Iterable[int],
+    operations: Iterable[type[lt.Operation]],
+    quantized: bool | None,
+    *,
+    sparse: bool = False,
 ) -> dict[int, KernelEntry]:
     """Map indices in a job's `kernels` to entries.
 
@@ -48,6 +52,7 @@ def table_entries(
         kinds: numbers of the weight formats.
         operations: operations of the program.
         quantized: True if the pool is quantized; None if the program has no attention.
+        sparse: True if prompts may have sparse ranges.
     """
     found = {kind: ladders[kind] for kind in sorted(set(kinds))}
     found |= {
@@ -59,14 +64,18 @@ def table_entries(
             for kind in sorted(set(kinds) & requantize_entries.keys())
         }
     if quantized is not None:
-        found[lt.K_ATTEND] = attend_entries[quantized]
+        found[lt.K_ATTEND] = attend_entries[quantized, sparse]
     if quantized:
         found[lt.K_CLOSE] = close_entry
     return found
 
 
 def pass_entries(
-    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], *, quantized: bool
+    kinds: Iterable[int],
+    operations: Iterable[type[lt.Operation]],
+    *,
+    quantized: bool,
+    sparse: bool = False,
 ) -> list[KernelEntry]:
     """Return all entries that a pass needs, slowest to compile first.
 
@@ -74,8 +83,9 @@ def pass_entries(
         kinds: numbers of the weight formats.
         operations: operations of the program.
         quantized: True if the pool is quantized.
+        sparse: True if prompts may have sparse ranges.
     """
-    of_table = table_entries(kinds, operations, quantized)
+    of_table = table_entries(kinds, operations, quantized, sparse=sparse)
     longest = [
         of_table.pop(index)
         for index in (lt.K_EXPERTS, lt.K_ATTEND, lt.K_WIDE, lt.K_SCAN)
@@ -85,10 +95,14 @@ def pass_entries(
 
 
 def kernel_table(
-    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None = None
+    kinds: Iterable[int],
+    operations: Iterable[type[lt.Operation]],
+    quantized: bool | None = None,
+    *,
+    sparse: bool = False,
 ) -> npt.NDArray[np.int64]:
     """Return a job's `kernels`, int64 [NUM_KERNELS], and compile entries that are not on disk."""
     table = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
-    for index, entry in table_entries(kinds, operations, quantized).items():
+    for index, entry in table_entries(kinds, operations, quantized, sparse=sparse).items():
         table[index] = entry.address
     return table

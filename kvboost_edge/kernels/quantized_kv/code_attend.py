@@ -41,7 +41,20 @@ from kvboost_edge.kernels.quantized_kv.code_tiles import coded_scores, coded_val
 from kvboost_edge.kernels.tuples import addresses_of
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, load_i32, store_f32, store_i64
 
-__all__ = ["CodedCall", "CodedJob", "attend_coded", "attend_coded_units", "coded_scratch_floats"]
+__all__ = [
+    "CodedCall",
+    "CodedJob",
+    "CodedScratch",
+    "add_own",
+    "attend_coded",
+    "attend_coded_tiles",
+    "attend_coded_units",
+    "coded_scratch_floats",
+    "coded_tile",
+    "codes_at",
+    "lay_out_coded",
+    "place_coded",
+]
 
 _SCORES_8 = coded_scores[8]
 _SCORES_4 = coded_scores[4]
@@ -84,7 +97,7 @@ class CodedJob(NamedTuple):
     first: int
 
 
-class _Coded(NamedTuple):
+class CodedScratch(NamedTuple):
     """Addresses of a unit's scratch for quantized tiles.
 
     Attributes:
@@ -120,7 +133,7 @@ class _Coded(NamedTuple):
 
 def coded_scratch_floats(padded_rows: int, dim: int) -> int:
     """Return how many floats of scratch each thread needs besides those of float attention."""
-    # Sizes of the sections of `_lay_out`, rounded up.
+    # Sizes of the sections of `lay_out_coded`, rounded up.
     sections = (
         padded_rows * dim,
         padded_rows,
@@ -134,7 +147,7 @@ def coded_scratch_floats(padded_rows: int, dim: int) -> int:
 
 
 @kernel
-def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
+def lay_out_coded(job: CodedJob, unit: Unit) -> CodedScratch:
     """Lay out the scratch after the tile table, and prepare the unit's query rows."""
     shape = job.plain.shape
     dim = job.layout.dim
@@ -159,7 +172,7 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
             fill(at + 4 * count, LANES - count, np.float32(0.0))
         store_f32(row_steps + 4 * row, divide_row(rows + offset, dim))
     fill(blank, dim, np.float32(0.0))
-    return _Coded(
+    return CodedScratch(
         rows=rows,
         row_steps=row_steps,
         zeros=zeros,
@@ -176,8 +189,8 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 
 
 @kernel
-def _place_coded(
-    job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int
+def place_coded(
+    job: CodedJob, unit: Unit, coded: CodedScratch, strip: int, position: int, high: int
 ) -> None:
     """Fill a column of the tile table for the 16 tokens at `position`, and decode their scales.
 
@@ -206,7 +219,7 @@ def _place_coded(
         fill(scales, LANES, np.float32(0.0))
         fill(middles, LANES, np.float32(0.0))
         return
-    here = _codes_at(job, unit, position)
+    here = codes_at(job, unit, position)
     offset = position % layout.block_size
     store_i64(at, here + 4 * offset)
     store_i64(at + 8 * STRIPS, 4 * layout.block_size)
@@ -222,7 +235,7 @@ def _place_coded(
 
 
 @kernel
-def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
+def codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
     entry = unit.sequence * job.max_blocks + unit.first_index + position // job.layout.block_size
     block = load_i32(job.block_tables + 4 * entry)
     return job.codes + (block * job.plain.shape.num_kv_heads + unit.head) * job.layout.nbytes
@@ -239,7 +252,7 @@ def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
     position = start + 2 * TILE + strip * LANES
     if position < unit.high:
         prefetch_lines(
-            _codes_at(job, unit, position) + half * (size // 2), size if few else size // 2
+            codes_at(job, unit, position) + half * (size // 2), size if few else size // 2
         )
 
 
@@ -254,7 +267,7 @@ def _own_start(unit: Unit, position: int, size: int) -> Any:
 
 
 @kernel
-def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
+def coded_tile(job: CodedJob, unit: Unit, coded: CodedScratch, start: int, state: int) -> None:
     """Add the 64 tokens at `start` to the softmax state of all rows.
 
     The tile table gives the location of the tokens.
@@ -326,7 +339,7 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
 
 
 @kernel
-def _add_values(layout: CodeLayout, unit: Unit, coded: _Coded, out: int) -> None:
+def _add_values(layout: CodeLayout, unit: Unit, coded: CodedScratch, out: int) -> None:
     """Add a tile's weighted values to the sums of four rows at `out`, float32 [4, dim]."""
     dim = layout.dim
     channel = 0
@@ -345,17 +358,27 @@ def _add_values(layout: CodeLayout, unit: Unit, coded: _Coded, out: int) -> None
 
 
 @kernel
-def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, state: int) -> None:
+def _attend_partition(
+    job: CodedJob, unit: Unit, coded: CodedScratch, partition: int, state: int
+) -> None:
     """Compute the softmax state of the unit's rows over the codes of one partition."""
     clear_state(job.plain.shape, unit.num_rows, state)
+    attend_coded_tiles(job, unit, coded, partition, unit.low, state)
+
+
+@kernel
+def attend_coded_tiles(
+    job: CodedJob, unit: Unit, coded: CodedScratch, partition: int, low: int, state: int
+) -> None:
+    """Add the tiles of one partition, from the tile at `low` on, to the softmax state."""
     size = job.layout.block_size
-    start = max(unit.low, partition * PARTITION) // TILE * TILE
+    start = max(low, partition * PARTITION) // TILE * TILE
     high = _own_start(unit, unit.high - 1, size)
     end = min(high, partition * PARTITION + PARTITION)
     while start < end:
         for strip in range(STRIPS):
-            _place_coded(job, unit, coded, strip, start + strip * LANES, high)
-        _coded_tile(job, unit, coded, start, state)
+            place_coded(job, unit, coded, strip, start + strip * LANES, high)
+        coded_tile(job, unit, coded, start, state)
         start += TILE
 
 
@@ -410,7 +433,7 @@ def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
 
 
 @kernel
-def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
+def _attend_own(job: CodedJob, unit: Unit, coded: CodedScratch, state: int) -> None:
     """Compute the softmax state of the unit's rows over their own blocks."""
     fill(coded.dots, ROWS, np.float32(1.0))
     shape = job.plain.shape
@@ -452,13 +475,13 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
 
 
 @kernel
-def _add_own(job: CodedJob, unit: Unit, coded: _Coded, merged: int, state: int) -> None:
+def add_own(job: CodedJob, unit: Unit, coded: CodedScratch, merged: int, state: int) -> None:
     """Merge the softmax state of the own blocks, after the last partition."""
     _attend_own(job, unit, coded, state)
     merge_partition(job.plain.shape, unit.num_rows, merged, state)
 
 
-attend_coded_units = unit_loop("attend_coded_units", _lay_out, _attend_partition, _add_own)
+attend_coded_units = unit_loop("attend_coded_units", lay_out_coded, _attend_partition, add_own)
 
 
 @kernel

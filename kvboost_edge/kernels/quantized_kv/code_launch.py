@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +31,10 @@ from kvboost_edge.kernels.quantized_kv.code_attend import (
     coded_scratch_floats,
 )
 from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.sparse_code_attend import (
+    SparseCodedCall,
+    attend_sparse_coded,
+)
 
 __all__ = ["paged_attention_coded"]
 
@@ -82,10 +88,14 @@ def paged_attention_coded(
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     first = np.ascontiguousarray(own.first, dtype=np.int32)
     call = CodedCall(plain, codes.ctypes.data, layout, tables, tables.shape[1], first)
+    ranges = batch.sparse_ranges
+    kernel: Any = attend_coded if ranges is None else attend_sparse_coded
+    given: Any = call
+    if ranges is not None:
+        given = SparseCodedCall(call, np.ascontiguousarray(ranges, dtype=np.int32))
     if is_small(plain, plan):
-        attend_coded(call)
+        kernel(given)
     else:
-        space.team.run(
-            attend_coded, call, plain.counters, UNITS_DONE, len(plan.items) * codes.shape[1]
-        )
+        num_units = len(plan.items) * codes.shape[1]
+        space.team.run(kernel, given, plain.counters, UNITS_DONE, num_units)
     return plain.out, plain.lse

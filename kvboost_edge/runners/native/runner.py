@@ -128,8 +128,10 @@ class NativeRunner:
         table: RowTable | None = None,
         short_vocabulary: int = 0,
         is_wide: bool = False,
+        sparse: bool = False,
     ) -> None:
         self._spec = spec
+        self._sparse = sparse
         self._packed = packed
         self._table = table
         self._exact = build_program(spec, plan, packed, num_threads, short_vocabulary)
@@ -184,6 +186,7 @@ class NativeRunner:
         progress: Callable[[int, int], None] | None = None,
         short_vocabulary: int = 0,
         is_wide: bool = False,
+        sparse: bool = False,
     ) -> NativeRunner:
         """Load a checkpoint. Packed weights are taken from the cache directory if possible.
 
@@ -198,6 +201,7 @@ class NativeRunner:
             progress: called with the bytes done and the bytes in total.
             short_vocabulary: see `RunnerInfo`.
             is_wide: whether to compute KV that is shared in wide arithmetic.
+            sparse: whether passes may have sparse ranges, see `BatchLayout`.
 
         Raises:
             ModelFormatError: the native runner cannot run the model.
@@ -208,7 +212,7 @@ class NativeRunner:
         plan = checkpoint.plan(weights)
         with checkpoint.open_source() as source:
             check_tensors(plan, source, row_tables(spec))
-            program, *entries = _pass_entries(spec, plan, kv_bits, is_wide=is_wide)
+            program, *entries = _pass_entries(spec, plan, kv_bits, is_wide=is_wide, sparse=sparse)
             compile_ahead(
                 [program, *packing_entries(plan, source, row_tables(spec)), *entries],
                 default_num_threads(),
@@ -236,6 +240,7 @@ class NativeRunner:
             table=tables[0] if tables else None,
             short_vocabulary=short_vocabulary,
             is_wide=is_wide,
+            sparse=sparse,
         )
 
     def lend(self, borrower: PackedWeights, entries: Mapping[str, PackEntry]) -> None:
@@ -303,7 +308,7 @@ class NativeRunner:
         whole = self._whole if self._texts is None else self._texts.whole
         quantized = None if whole is None else whole.is_quantized
         operations = self._exact.kinds | self._wide.kinds
-        self._kernels = kernel_table(self.kinds, operations, quantized)
+        self._kernels = kernel_table(self.kinds, operations, quantized, sparse=self._sparse)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Compute a pass: store its KV, fill `batch.states` and return logits.
@@ -343,6 +348,11 @@ class NativeRunner:
             refuse_deltas(batch.layout, f"the native runner on backend {backend.name!r}")
         if spec.family.late_norm:
             refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
+        if batch.layout.sparse is not None and not (self._sparse and self._whole is not None):
+            raise ConfigError(
+                "the pass has sparse ranges, but the runner was loaded without sparse prefill or "
+                f"runs on backend {backend.name!r}; load it with sparse=True on backend='cpu'"
+            )
         prepared: Any = (self._texts or backend).prepare(batch.layout)
         whole = self._whole if self._texts is None else self._texts.whole
         addresses, _held = self._addresses(batch, tokens, positions)
@@ -669,24 +679,36 @@ class NativeRunner:
 
 
 def load_kernels(
-    checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int], *, is_wide: bool = False
+    checkpoint: Checkpoint,
+    weights: str,
+    kv_bits: tuple[int, int],
+    *,
+    is_wide: bool = False,
+    sparse: bool = False,
 ) -> None:
     """Load the machine code that a model's passes need into this process.
 
     Missing code is compiled.
     """
-    entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits, is_wide=is_wide)
+    entries = _pass_entries(
+        checkpoint.spec, checkpoint.plan(weights), kv_bits, is_wide=is_wide, sparse=sparse
+    )
     compile_ahead(entries, default_num_threads())
     for entry in entries:
         _ = entry.address
 
 
 def _pass_entries(
-    spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int], *, is_wide: bool
+    spec: ModelSpec,
+    plan: list[PackEntry],
+    kv_bits: tuple[int, int],
+    *,
+    is_wide: bool,
+    sparse: bool,
 ) -> list[KernelEntry]:
     """Return the kernel entries that a model's passes need, before its weights are packed."""
     possible = possible_operations(spec, is_wide=is_wide)
-    return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
+    return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16), sparse=sparse)
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
@@ -701,6 +723,7 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
         progress=options.progress,
         short_vocabulary=options.short_vocabulary,
         is_wide=options.arithmetic == "wide",
+        sparse=options.sparse,
     )
     log_dtype(options.dtype, runner.info)
     return runner

@@ -13,6 +13,7 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
+from kvboost_edge.segments import GROUP_TOKENS
 
 if TYPE_CHECKING:  # this import loads kernels
     from kvboost_edge.models.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ __all__ = [
     "missing_package",
     "moved_keys_refusal",
     "native_kv_spec",
+    "sparse_refusal",
     "state_spec",
     "unsupported_reason",
     "wish",
@@ -60,6 +62,7 @@ WIDE_KEYS = "with arithmetic='wide', keys are not reused at other positions"
 # Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
 # compiler.
 _GROUP = 32
+_SPARSE_BLOCKS = (16, 32, 64)  # sizes that divide a tile of attention
 _ANYWHERE = (8, 8)  # kv_bits that the torch runner supports as well
 
 
@@ -70,6 +73,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
         f"rope_range={config.rope_range!r}": config.rope_range != "short",
         f"arithmetic={config.arithmetic!r}": config.arithmetic != "exact",
+        f"prefill={config.prefill!r}": config.prefill != "exact",
         "a GGUF file": model.is_gguf,
     }
     return next((name for name, given in wishes.items() if given), "")
@@ -141,6 +145,8 @@ def choose_weights(
     spec = model.spec
     if config.arithmetic == "wide":
         _check_wide(config, spec)
+    if config.prefill == "sparse" and (reason := sparse_refusal(spec, config)):
+        raise ConfigError(f"prefill='sparse' is refused: {reason}; use prefill='exact'")
     pool_bytes = plan_pool(
         native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context
     )
@@ -208,6 +214,30 @@ def native_kv_spec(
         else (state_spec(spec.mixer),) * sum(layer.state >= 0 for layer in spec.layers)
     )
     return KVSpec(layers, block_size, dtype, bits, states)
+
+
+def sparse_refusal(spec: ModelSpec, config: EngineConfig) -> str:
+    """Return why a model cannot have sparse prefill with these options, or ""."""
+    if spec.both_ways:
+        return "the model is bidirectional"
+    if spec.mixer is not None:
+        return "the model has recurrent layers, whose state depends on every token"
+    if any(layer.attends and not layer.owns_kv for layer in spec.layers):
+        return "layers of this model attend to the KV of other layers"
+    if any(spec.num_heads * layer.head_dim % _GROUP for layer in spec.kv_layers):
+        return f"heads x head_dim must be a multiple of {_GROUP}"
+    if config.backend not in ("auto", AUTO_BACKEND):
+        return f"backend={config.backend!r} computes every block, and only 'cpu' selects blocks"
+    if config.arithmetic != "exact":
+        return f"it cannot be combined with arithmetic={config.arithmetic!r}"
+    if config.block_size not in _SPARSE_BLOCKS:
+        return f"block_size={config.block_size} must be one of {_SPARSE_BLOCKS}"
+    if config.max_batch_tokens < GROUP_TOKENS:
+        return (
+            f"max_batch_tokens={config.max_batch_tokens} must be at least {GROUP_TOKENS}, a group "
+            "of tokens that is computed at once"
+        )
+    return ""
 
 
 def state_spec(mixer: Mixer) -> LayerStateSpec:

@@ -242,6 +242,9 @@ class WholePass:
             la.R_CU_SEQLENS: prepared.paged.cu_seqlens_q.ctypes.data,
             la.R_SEQ_LENS: prepared.paged.seq_lens.ctypes.data,
         }
+        ranges = prepared.paged.sparse_ranges
+        if ranges is not None:
+            of_pass[la.R_SPARSE] = ranges.ctypes.data
         rows[:] = alike.rows
         for members, storage in storages:
             columns = of_pass | storage.columns
@@ -255,7 +258,7 @@ class WholePass:
             rows[:, index] = (
                 numbers[layers.start : layers.stop] if isinstance(numbers, list) else numbers
             )
-        held = [alike, *(storage.held for _, storage in storages)]
+        held = [alike, ranges, *(storage.held for _, storage in storages)]
         return PassMemory(memory, first - 8 * la.ROW_NUMBERS * layers.start, out, lse, held)
 
     def _alike_rows(

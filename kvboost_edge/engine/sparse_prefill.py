@@ -1,0 +1,63 @@
+"""Sparse prefill: which prompt tokens attend to selected blocks only, and which KV is shared.
+
+The queries of the sparse range of a prompt attend to selected blocks (kernels/attention/
+block_selection.py). All other queries attend to all tokens: those before `FIRST_POSITION`, the last
+`DENSE_TAIL` tokens of the prompt or a few more, and all generated tokens.
+
+A selection depends on a whole group of queries, so a step never cuts a group. Where the range ends
+depends on the prompt's length. KV of tokens after the range therefore stays out of the prefix
+cache, from position `FIRST_POSITION` on. The KV of a cached block, and so every answer, then
+depends on the tokens alone, not on what is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.feature import Prefill
+from kvboost_edge.segments import GROUP_TOKENS
+
+__all__ = ["DENSE_TAIL", "FIRST_POSITION", "SparsePrefill", "prefill_of", "sparse_end"]
+
+FIRST_POSITION = 8192
+"""First position whose query may attend to selected blocks; a multiple of every block size."""
+DENSE_TAIL = 128
+"""Tokens at the end of a prompt that attend to all tokens."""
+
+
+def sparse_end(num_prompt_tokens: int, block_size: int) -> int:
+    """Return the end of a prompt's sparse range: `FIRST_POSITION` if the range is empty."""
+    end = (num_prompt_tokens - DENSE_TAIL) // block_size * block_size
+    return max(FIRST_POSITION, end)
+
+
+class SparsePrefill(Prefill):
+    """The sparse prefill of one sequence."""
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        self._first = FIRST_POSITION
+        self.shared_end = sparse_end(request.num_prompt_tokens, block_size)
+
+    @property
+    def sparse_range(self) -> tuple[int, int]:
+        return self._first, self.shared_end
+
+    def whole_groups(self, start: int, count: int) -> int:
+        """Return the number of tokens to compute so that the last group is complete.
+
+        Fewer tokens than planned are computed, or more if they would not complete one group.
+        """
+        stop = start + count
+        if not self._first < stop < self.shared_end:
+            return count
+        stop = stop // GROUP_TOKENS * GROUP_TOKENS
+        return (stop if stop > start else stop + GROUP_TOKENS) - start
+
+
+def prefill_of(config: EngineConfig) -> Callable[[Request], Prefill]:
+    """Return the function that makes the prefill of a request."""
+    if config.prefill == "sparse":
+        return lambda request: SparsePrefill(request, config.block_size)
+    return lambda request: Prefill()

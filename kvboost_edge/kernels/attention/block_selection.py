@@ -1,0 +1,432 @@
+"""Selection of the strips of 16 tokens that the rows of a sparse prefill attend to.
+
+The rows of 16 consecutive tokens and all query heads of a KV head share one selection. It follows
+XAttention (Xu et al., 2025) with a stride of 16:
+
+1. The score of a strip is the mean of q[i] . k[15 - i] over i, one antidiagonal of the scores.
+2. The softmax over the strips gives each strip a mass, which is summed over the query heads.
+3. The first strips (sinks) and the last ones before the rows are always kept. Of the others, the
+   fewest are kept with which the kept mass reaches 90% of the total.
+
+Masses are rounded to integers before they are summed and compared, so the selection is exact: it
+depends only on the tokens and their positions. Equal masses are kept in order of position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+
+from kvboost_edge.kernels.attention.call import AttentionShape, Unit
+from kvboost_edge.kernels.attention.float_tiles import ROWS, TILE, fill
+from kvboost_edge.kernels.integers import emit_loop
+from kvboost_edge.kernels.jit import intrinsic, kernel, named_kernel
+from kvboost_edge.kernels.lazy import cgutils, types
+from kvboost_edge.kernels.vectors import (
+    F32,
+    I64,
+    LANES,
+    V16,
+    emit_exp2,
+    emit_fma,
+    emit_load,
+    emit_max,
+    emit_reduce_rows,
+    emit_shuffle,
+    emit_splat,
+    emit_store,
+    load_f32,
+    load_i32,
+    load_i64,
+    store_f32,
+    store_i64,
+)
+
+__all__ = [
+    "KEPT_PERMILLE",
+    "LOCAL_STRIPS",
+    "SINK_STRIPS",
+    "UNITS",
+    "Chosen",
+    "dense_start",
+    "keep_largest",
+    "no_selection",
+    "selection_floats",
+    "selector",
+]
+
+SINK_STRIPS = 4
+"""Strips at the start of the text that are always kept."""
+LOCAL_STRIPS = 16
+"""Strips before the rows' own tile that are always kept."""
+KEPT_PERMILLE = 900
+"""Mass that the kept strips reach, in thousandths of the total."""
+UNITS = 1 << 30
+"""Integer mass that corresponds to all of the softmax."""
+_DIGIT = 10  # bits
+_BINS = 1 << _DIGIT
+_LINE = 4 * LANES
+
+Value = Any
+Builder = Any
+
+
+class Chosen(NamedTuple):
+    """The tokens that a unit's rows attend to.
+
+    Attributes:
+        more: buffers that the unit needs besides those of `Unit`.
+        kept: address of int64 [num_kept], the kept strips in ascending order.
+        num_kept: number of kept strips. 0 if the unit attends to all tokens.
+        dense_from: first token from which on the rows attend to all tokens; a multiple of 64.
+    """
+
+    more: Any
+    kept: int
+    num_kept: Any
+    dense_from: Any
+
+
+class _Scratch(NamedTuple):
+    """Addresses of the scratch of a selection.
+
+    Attributes:
+        queries: float32 [heads, dim, 16], in reverse order of tokens; heads are padded to 4.
+        strips: float32 [2, dim, 16], the keys of two strips.
+        zeros: float32 [dim], key zeros of a quantized strip.
+        steps: float32 [dim], key steps.
+        scores: float32 [heads, strips], strips padded to 16.
+        masses: float32 [strips].
+        units: int64 [strips], integer masses.
+        bins: int64 [1024].
+        kept: int64 [strips].
+    """
+
+    queries: int
+    strips: int
+    zeros: int
+    steps: int
+    scores: int
+    masses: int
+    units: int
+    bins: int
+    kept: int
+
+
+def _padded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def selection_floats(heads_per_kv: int, dim: int, num_tokens: int) -> int:
+    """Return the scratch that a thread needs for selections, in floats.
+
+    Args:
+        heads_per_kv: query heads per KV head.
+        dim: channels per head, padded to a multiple of 16.
+        num_tokens: largest number of tokens before a row.
+    """
+    heads = _padded(heads_per_kv, ROWS)
+    strips = _padded(-(-num_tokens // LANES), LANES)
+    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + (heads + 1) * strips
+    return floats + 2 * (2 * strips + _BINS) + 9 * LANES
+
+
+@kernel
+def _after(address: int, num_bytes: int) -> int:
+    return address + (num_bytes + _LINE - 1) // _LINE * _LINE
+
+
+@kernel
+def _lay_out(shape: AttentionShape, num_strips: int, scratch: int) -> _Scratch:
+    heads = (shape.heads_per_kv + ROWS - 1) // ROWS * ROWS
+    dim = shape.padded_dim
+    strips = (num_strips + LANES - 1) // LANES * LANES
+    queries = scratch
+    keys = _after(queries, 4 * heads * dim * LANES)
+    zeros = _after(keys, 8 * dim * LANES)
+    steps = _after(zeros, 4 * dim)
+    scores = _after(steps, 4 * dim)
+    masses = _after(scores, 4 * heads * strips)
+    units = _after(masses, 4 * strips)
+    bins = _after(units, 8 * strips)
+    return _Scratch(
+        queries=queries,
+        strips=keys,
+        zeros=zeros,
+        steps=steps,
+        scores=scores,
+        masses=masses,
+        units=units,
+        bins=bins,
+        kept=_after(bins, 8 * _BINS),
+    )
+
+
+@intrinsic
+def _pair_scores(
+    typing: Any, queries: Any, strips: Any, dim: Any, groups: Any, scores: Any, row_bytes: Any
+) -> Any:
+    """Compute the scores of two strips: sums over channels and lanes of query x key.
+
+    Args:
+        queries: address of float32 [groups * 4, dim, 16].
+        strips: address of float32 [2, dim, 16].
+        dim: number of channels.
+        groups: number of groups of four heads.
+        scores: address of float32 [groups * 4, row_bytes / 4]; two columns are written.
+        row_bytes: bytes per row of `scores`.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        queries, strips, dim, groups, scores, row_bytes = arguments
+        size = b.mul(dim, ir.Constant(I64, _LINE))
+        zero = ir.Constant(V16, [0.0] * LANES)
+        sums = [cgutils.alloca_once(b, V16) for _ in range(2 * ROWS)]
+        with emit_loop(b, groups) as group:
+            first = b.mul(group, ir.Constant(I64, ROWS))
+            for slot in sums:
+                b.store(zero, slot)
+            base = b.add(queries, b.mul(first, size))
+            with cgutils.for_range(b, dim, intp=I64) as loop:
+                at = b.mul(loop.index, ir.Constant(I64, _LINE))
+                keys = [
+                    emit_load(b, V16, b.add(place, at)) for place in (strips, b.add(strips, size))
+                ]
+                for row in range(ROWS):
+                    place = b.add(b.add(base, at), b.mul(size, ir.Constant(I64, row)))
+                    query = emit_load(b, V16, place)
+                    for which, key in enumerate(keys):
+                        slot = sums[which * ROWS + row]
+                        b.store(emit_fma(b, query, key, b.load(slot)), slot)
+            for which in range(2):
+                rows = [b.load(slot) for slot in sums[which * ROWS : (which + 1) * ROWS]]
+                total = emit_reduce_rows(b, rows, b.fadd)
+                for row in range(ROWS):
+                    place = b.mul(b.add(first, ir.Constant(I64, row)), row_bytes)
+                    place = b.add(b.add(scores, place), ir.Constant(I64, 4 * which))
+                    score = b.extract_element(total, ir.Constant(ir.IntType(32), ROWS * row))
+                    emit_store(b, score, place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), codegen
+
+
+def _spread(b: Builder, x: Value, combine: Any) -> Value:
+    """Return a vector whose lanes all hold the total of the lanes, in a fixed order."""
+    for step in (8, 4, 2, 1):
+        x = combine(x, emit_shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
+    return x
+
+
+@intrinsic
+def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
+    """Add the softmax of one head to the masses. Scores are logarithms to base 2, overwritten.
+
+    Args:
+        scores: address of float32 [vectors * 16].
+        vectors: number of vectors of 16 strips.
+        masses: address of float32 like `scores`, updated.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        scores, vectors, masses = arguments
+        lowest = ir.Constant(V16, [float("-inf")] * LANES)
+        slot = cgutils.alloca_once(b, V16)
+
+        def largest(x: Value, y: Value) -> Value:
+            return emit_max(b, x, y)
+
+        b.store(lowest, slot)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
+            b.store(largest(emit_load(b, V16, at), b.load(slot)), slot)
+        top = _spread(b, b.load(slot), largest)
+        b.store(ir.Constant(V16, [0.0] * LANES), slot)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
+            weight = emit_exp2(b, b.fsub(emit_load(b, V16, at), top))
+            emit_store(b, weight, at)
+            b.store(b.fadd(weight, b.load(slot)), slot)
+        total = _spread(b, b.load(slot), b.fadd)
+        inverse = b.fdiv(emit_splat(b, ir.Constant(F32, 1.0)), total)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            offset = b.mul(loop.index, ir.Constant(I64, _LINE))
+            place = b.add(masses, offset)
+            weight = emit_load(b, V16, b.add(scores, offset))
+            emit_store(b, emit_fma(b, weight, inverse, emit_load(b, V16, place)), place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@kernel
+def keep_largest(units: int, count: int, needed: int, bins: int) -> tuple[Any, Any]:
+    """Find the fewest of the largest integers whose sum is at least `needed`.
+
+    Args:
+        units: address of int64 [count], each from 0 to 2^30 - 1.
+        count: number of integers.
+        needed: the sum to reach, at most the sum of all integers.
+        bins: address of int64 [1024], scratch.
+
+    Returns:
+        The smallest integer that is kept, and how many integers equal to it are kept. All larger
+        ones are kept.
+    """
+    smallest = 0
+    above = 0  # sum of the integers that are certainly kept
+    for level in range(3):
+        shift = _DIGIT * (2 - level)
+        for each in range(_BINS):
+            store_i64(bins + 8 * each, 0)
+        for index in range(count):
+            number = load_i64(units + 8 * index)
+            if number >> (shift + _DIGIT) == smallest:
+                place = bins + 8 * ((number >> shift) & (_BINS - 1))
+                store_i64(place, load_i64(place) + number)
+        digit = _BINS - 1
+        while digit > 0 and above + load_i64(bins + 8 * digit) < needed:
+            above += load_i64(bins + 8 * digit)
+            digit -= 1
+        smallest = (smallest << _DIGIT) | digit
+    equal = 0
+    if smallest > 0 and needed > above:
+        equal = (needed - above + smallest - 1) // smallest
+    return smallest, equal
+
+
+@kernel
+def _is_fixed(strip: int, num_strips: int) -> Any:
+    """Return whether a strip is always kept."""
+    return strip < SINK_STRIPS or strip >= num_strips - LOCAL_STRIPS
+
+
+@kernel
+def _keep_strips(units: int, num_strips: int, bins: int, kept: int) -> Any:
+    """Write the kept strips to `kept` in ascending order, and return their number."""
+    total = 0
+    needed = 0
+    for strip in range(num_strips):
+        number = load_i64(units + 8 * strip)
+        total += number
+        if _is_fixed(strip, num_strips):
+            needed -= number
+            store_i64(units + 8 * strip, 0)
+    needed += (total * KEPT_PERMILLE + 999) // 1000
+    smallest, equal = keep_largest(units, num_strips, needed, bins)
+    count = 0
+    for strip in range(num_strips):
+        number = load_i64(units + 8 * strip)
+        keeps = _is_fixed(strip, num_strips) or number > smallest
+        if not keeps and number == smallest and equal > 0:
+            keeps = True
+            equal -= 1
+        if keeps:
+            store_i64(kept + 8 * count, strip)
+            count += 1
+    return count
+
+
+@kernel
+def _round_masses(masses: int, units: int, num_strips: int, heads: int) -> None:
+    """Round the masses of all strips to integers that sum to about `UNITS`."""
+    scale = np.float32(UNITS) / np.float32(heads)
+    for strip in range(num_strips):
+        mass = load_f32(masses + 4 * strip) * scale
+        number = 0
+        if mass >= np.float32(UNITS):
+            number = UNITS - 1
+        elif mass > np.float32(0.0):  # False for NaN
+            number = int(mass)
+        store_i64(units + 8 * strip, number)
+
+
+@kernel
+def dense_start(ranges: int, shape: AttentionShape, unit: Unit) -> Any:
+    """Return the first token from which on a unit's rows attend to all tokens.
+
+    Args:
+        ranges: address of int32 [num_seqs, 2]; see `PagedBatch.sparse`. 0 without any.
+        shape: sizes and options of the layer. Rows with a sliding window attend to all of it.
+        unit: the rows.
+    """
+    if ranges == 0 or shape.window > 0 or unit.whole > 0:
+        return 0
+    first = load_i32(ranges + 8 * unit.sequence)
+    end = load_i32(ranges + 8 * unit.sequence + 4)
+    if unit.first_position < first or unit.first_position >= end:
+        return 0
+    return unit.first_position // TILE * TILE
+
+
+@kernel
+def no_selection(more: Any) -> Any:
+    """Return the `Chosen` of a unit that attends to all tokens."""
+    return Chosen(more, 0, 0, 0)
+
+
+def selector(name: str, quads: bool, stage: Any) -> Any:
+    """Return the kernel `select(whole, shape, unit, more, start, scratch) -> Chosen`.
+
+    The kernel selects among the strips before `start`, which is a multiple of 64 and above 0.
+
+    Args:
+        name: the kernel's name.
+        quads: whether staged keys are [dim / 4, 16 tokens, 4 channels] instead of [dim, 16 tokens].
+        stage: kernel (whole, unit, position, out, zeros, steps), which writes the keys of a strip
+            as float32 to `out`. `zeros` and `steps` are scratch.
+    """
+
+    @named_kernel(f"{name}_turn")
+    def turn(shape: AttentionShape, unit: Unit, out: int) -> None:
+        heads = shape.heads_per_kv
+        dim = shape.head_dim
+        size = shape.padded_dim * LANES
+        fill(out, (heads + ROWS - 1) // ROWS * ROWS * size, np.float32(0.0))
+        for row in range(unit.num_rows):
+            lane = LANES - 1 - row // heads
+            to = out + 4 * (row % heads * size)
+            source = unit.query + 4 * row * dim
+            for channel in range(dim):
+                if quads:
+                    place = (channel // 4 * LANES + lane) * 4 + channel % 4
+                else:
+                    place = channel * LANES + lane
+                value = load_f32(source + 4 * channel) * np.float32(1.0 / LANES)
+                store_f32(to + 4 * place, value)
+
+    @named_kernel(name)
+    def select(
+        whole: Any, shape: AttentionShape, unit: Unit, more: Any, start: int, scratch: int
+    ) -> Any:
+        num_strips = start // LANES
+        parts = _lay_out(shape, num_strips, scratch)
+        vectors = (num_strips + LANES - 1) // LANES
+        row_bytes = _LINE * vectors
+        groups = (shape.heads_per_kv + ROWS - 1) // ROWS
+        turn(shape, unit, parts.queries)
+        size = 4 * shape.padded_dim * LANES
+        for strip in range(0, num_strips, 2):
+            stage(whole, unit, strip * LANES, parts.strips, parts.zeros, parts.steps)
+            stage(whole, unit, (strip + 1) * LANES, parts.strips + size, parts.zeros, parts.steps)
+            _pair_scores(
+                parts.queries,
+                parts.strips,
+                shape.padded_dim,
+                groups,
+                parts.scores + 4 * strip,
+                row_bytes,
+            )
+        fill(parts.masses, vectors * LANES, np.float32(0.0))
+        for head in range(shape.heads_per_kv):
+            scores = parts.scores + row_bytes * head
+            fill(scores + 4 * num_strips, vectors * LANES - num_strips, np.float32(-np.inf))
+            _add_softmax(scores, vectors, parts.masses)
+        _round_masses(parts.masses, parts.units, num_strips, shape.heads_per_kv)
+        num_kept = _keep_strips(parts.units, num_strips, parts.bins, parts.kept)
+        return Chosen(more, parts.kept, num_kept, start)
+
+    return select
