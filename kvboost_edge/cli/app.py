@@ -819,7 +819,8 @@ def evaluate(
         typer.Option(
             "--arithmetic",
             metavar="KIND",
-            help="Arithmetic to compare with, same as --against arithmetic=KIND.",
+            help="Arithmetic to compare with, same as --against arithmetic=KIND. Default: no "
+            "comparison.",
         ),
     ] = None,
     prefill: Annotated[
