@@ -118,10 +118,10 @@ def test_written_keys_and_values_are_read_back_exactly(make):
     keys, values = (np.concatenate(rows) for rows in (case.keys, case.values))
     queries = np.tile(np.eye(dim, dtype=np.float32), (len(keys), heads, 1))
     out, lse = arrays.attend(0, queries, layout, AttentionParams(1.0, window=1))
-    # Kernels that compute in half precision keep scores in base 2, which are accurate to the last
-    # bits of float32.
+    # Kernels that keep scores in base 2 round them twice.
+    in_base_2 = make.in_half or make.name == "cpu"
     np.testing.assert_allclose(
-        lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if make.in_half else 0
+        lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if in_base_2 else 0
     )
     expected = np.repeat(round_to(values, make.dtype), dim, axis=1)
     np.testing.assert_array_equal(out, expected)

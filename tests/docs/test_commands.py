@@ -109,6 +109,7 @@ def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monk
     """The guides' commands run with the bundled model instead of the reader's."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 20)
-    models = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
-    assert run([models.get(word, word) for word in arguments]) == 0
+    words = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
+    words["16384"] = "2048"  # the bundled model's context
+    assert run([words.get(word, word) for word in arguments]) == 0
     assert capsys.readouterr().out

@@ -38,7 +38,9 @@ def seamed_logits(machine, bits, cut, segment):
     ("bits", "weights", "cut", "first_index", "tolerance"),
     [
         ((16, 16), "f32", 20, 2, 1e-5),  # inside a block, where the reserved blocks continue
-        ((16, 16), "int8", 32, 3, 1e-4),  # after a block that serves no position
+        # After a block that serves no position. Borders change the last bits of attention, which
+        # can round an 8-bit activation to its neighbour: for ten other prompts up to 1.2e-3.
+        ((16, 16), "int8", 32, 3, 5e-3),
         ((8, 8), "f32", 32, 3, 2e-2),
     ],
 )

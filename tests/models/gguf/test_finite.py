@@ -70,6 +70,7 @@ NOT_FINITE = {
     "half": ("ffff", "017c", "007c", "00fc"),
     "NVFP4": ("7f", "ff"),
 }
+LARGEST = {"half": b"\xff\x7b", "NVFP4": b"\x7e"}
 
 
 def _put(data, start, at, number):
@@ -113,7 +114,7 @@ def test_a_single_non_finite_number_is_found(kind, tmp_path):
         for index in range(nbytes):
             first[index] = 255
         for at in NUMBERS[kind]:
-            _put(first, 0, at, b"\xff\x7b")  # the largest float16
+            _put(first, 0, at, LARGEST.get(kind, LARGEST["half"]))
         data[tensor.start : tensor.start + nbytes] = first
     path.write_bytes(data)
     Checkpoint.open(path).summary()

@@ -126,7 +126,7 @@ BAD_EXPERTS = {
     ),
     "another factor": (
         {"more": {"blk.2.ffn_up.scale": np.ones(1, np.float32)}},
-        "'blk.2.ffn_up.scale' is not supported",
+        r"'blk.2.ffn_up.scale'.* is a factor of 'blk.2.ffn_up.weight' \(F32\)",
     ),
 }
 
