@@ -15,8 +15,8 @@ SPARSE = tuple(
 GEMMA4_ROWS = tuple(
     f"{_INVARIANCE}[{row}]"
     for row in (
-        "gemma4 Q8_0 4-4 some rows",
-        "gemma4-wide bf16 8-8 some rows",
-        "gemma4-alike int4 8-4 some rows",
+        "gemma4 Q6_K 4-4 some rows",
+        "gemma4-wide int4 16-16 some rows",
+        "gemma4-alike f32 4-4 some rows",
     )
 )

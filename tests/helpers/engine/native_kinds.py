@@ -15,22 +15,19 @@ from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 STATES = StateSizes(24, num_draft_rows=31)
 # Weight format -> the packed formats that some matrix of a model then has. Formats in capitals are
-# those of GGUF files.
+# those of GGUF files. Those that become one of the others in memory are left out: Q4_0, Q4_1, Q8_0
+# and IQ4_NL.
 FORMATS = {
     "f32": {"f32"},
     "bf16": {"bf16"},
     "int8": {"int8"},
     "int4": {"int4"},
     "int4-asym": {"int4-asym"},
-    "Q4_0": {"int4"},
-    "Q4_1": {"int4-asym"},
-    "Q8_0": {"int8"},
     "Q4_K": {"q4k"},
     "Q5_K": {"q5k"},
     "Q6_K": {"q6k"},
     "K_MIX": {"q2k", "q3k", "q4k", "q5k", "q6k"},
     "Q5_MIX": {"int5", "int5-asym"},
-    "IQ4_NL": {"int4t"},
     "MXFP4": {"int4t"},
     "LOW_MIX": {"int1-g128", "int2-g64", "int2-g256", "nvfp4"},
     "GRID_MIX": {"iq1s", "iq1m", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s"},
@@ -131,9 +128,7 @@ KINDS: dict[str, Kind] = {
 def needs_torch(kind: str, weights: str) -> bool:
     """Return whether making the model takes torch or the gguf package."""
     numpy_alone = kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
-    return not numpy_alone or (
-        weights in FORMATS and weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4")
-    )
+    return not numpy_alone or (weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4"))
 
 
 def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATES) -> Machine:
