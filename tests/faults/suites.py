@@ -18,5 +18,6 @@ GEMMA4_ROWS = tuple(
         "gemma4 Q6_K 4-4 some rows",
         "gemma4-wide int4 16-16 some rows",
         "gemma4-alike f32 4-4 some rows",
+        "gemma4-alike f32 4-4 chunked",
     )
 )
