@@ -162,12 +162,14 @@ _REQUESTS = (
         're.compile(rb"\\n[ \\t]")',
         f"{_PROTOCOL}::test_an_ambiguous_head_is_refused_at_any_split",
     ),
-    fault(
+    Fault(
         "reads many long bodies at once",
-        "server/api/bodies.py",
-        "ThreadPoolExecutor(1,",
-        "ThreadPoolExecutor(8,",
-        "tests/server/test_loop_lag.py::test_long_bodies_are_parsed_one_at_a_time",
+        "kvboost_edge/server/api/bodies.py",
+        (
+            ("async with server_of(self).bodies.reading:", "if server_of(self).bodies:"),
+            ("ThreadPoolExecutor(1,", "ThreadPoolExecutor(8,"),
+        ),
+        ("tests/server/test_loop_lag.py::test_long_bodies_are_parsed_one_at_a_time",),
     ),
     fault(
         "checks the length of integers only in UTF-8 bodies",
