@@ -1,10 +1,13 @@
 """Batch equals single: random schedules over tiny pools, against the output of each prompt alone."""
 
+import functools
+import itertools
 import random
 from collections import Counter
 
 import pytest
 
+from helpers.clocks import give_timer
 from helpers.engine.draft_models import (
     ASSISTANT,
     DRAFT_KINDS,
@@ -19,6 +22,8 @@ from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
 from helpers.engine.model_kinds import HYBRID, PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.engine import core
+from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.recompute import Repair
@@ -40,6 +45,14 @@ STALLED = 100  # steps without any progress, after which no schedule recovers
 
 class PassFailed(Exception):
     """Simulated failure of a forward pass."""
+
+
+def random_clock(seed):
+    """Return a clock whose readings lie up to 10 ms apart, so that measured times are random but
+    the same in each run.
+    """
+    ticks = random.Random(seed + 7)  # not the numbers that the schedule draws
+    return functools.partial(next, itertools.accumulate(iter(lambda: 0.01 * ticks.random(), None)))
 
 
 class RandomSchedule:
@@ -216,7 +229,7 @@ EXPECTED = {
 OF_KIND = {PLAIN: {"spans": 30}, HYBRID: {"missing_states": 3, "replayed": 60, "saved": 90}}
 
 
-def test_random_schedules_equal_single_runs(kind, scale):
+def test_random_schedules_equal_single_runs(kind, scale, monkeypatch):
     """RELIABILITY 5 and 7: no schedule hangs, and the tokens equal those of a single run.
 
     This holds in any batch, order, pool size and budget, cold or cached, preempted, with any drafts
@@ -224,8 +237,10 @@ def test_random_schedules_equal_single_runs(kind, scale):
     """
     found = Counter()
     for seed in range(scale(60, 3000)):
-        schedule = RandomSchedule(kind, seed)
-        schedule.run()
+        with monkeypatch.context() as patch:
+            give_timer(patch, random_clock(seed), core, model_drafts)
+            schedule = RandomSchedule(kind, seed)
+            schedule.run()
         found += schedule.outcome()
     lacking = {
         name: found[name]
