@@ -39,7 +39,7 @@ from kvboost_edge.engine.stall_watchdog import StallWatchdog
 from kvboost_edge.engine.stats import StepTimes
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
-from kvboost_edge.host.memory import Slack
+from kvboost_edge.host.memory import give_back_growth
 from kvboost_edge.runners.base import ForwardBatch, PassAbandoned, Runner
 
 if TYPE_CHECKING:
@@ -206,7 +206,6 @@ class EngineCore:
         self._estimate = ProgressEstimate(self._live, scheduler)
         self._accepted = AcceptedDrafts(runner, scheduler.manager)
         self._deadlines = Deadlines()
-        self._slack = Slack()
         self._stalls = StallWatchdog(scheduler)
         self.step_times = StepTimes()
         self._kept: list[int] = []  # freed blocks not yet reported to the backend
@@ -403,7 +402,7 @@ class EngineCore:
                 self._watch.idle()
             is_saving = self.tiering.save_more()
             pin_end = self.scheduler.manager.pins.next_end
-        self._slack.give_back()
+        give_back_growth()
         ends = [end for end in (pin_end, self._deadlines.first) if end is not None]
         longest = (
             _WHILE_SAVING

@@ -19,9 +19,9 @@ from kvboost_edge.host.cgroup import memory_limit
 
 __all__ = [
     "Region",
-    "Slack",
     "available_bytes",
     "give_back",
+    "give_back_growth",
     "paused_garbage_collection",
     "process_peak",
     "process_rss",
@@ -139,22 +139,24 @@ def _resident(pages: int, region: Region) -> int:
     return min(found * mmap.PAGESIZE, region.nbytes)
 
 
-class Slack:
-    """Unused memory of the process, to return to the system when the process is idle."""
+_grown_from = 0  # resident memory after the last return to the system, or the smallest since then
 
-    def __init__(self) -> None:
-        self._last = 0
 
-    def give_back(self) -> None:
-        """Return memory to the system if the process has grown.
+def give_back_growth() -> None:
+    """Return unused memory to the system if the process has grown since this was last done.
 
-        Takes a few milliseconds if it has, otherwise 20 us. If the process's memory cannot be read,
-        for example for lack of file descriptors, the next call tries again.
-        """
-        with contextlib.suppress(OSError):
-            if process_rss() > self._last + _WORTH:
-                give_back()
-                self._last = process_rss()
+    Takes a few milliseconds if it has, otherwise 20 us. If the process's memory cannot be read, for
+    example for lack of file descriptors, the next call tries again.
+    """
+    global _grown_from  # noqa: PLW0603 - one value of the process, whose engines share its memory
+    with contextlib.suppress(OSError):
+        resident = process_rss()
+        if resident > _grown_from + _WORTH:
+            give_back()
+            resident = process_rss()
+        else:
+            resident = min(resident, _grown_from)
+        _grown_from = resident
 
 
 @contextlib.contextmanager

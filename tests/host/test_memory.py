@@ -14,7 +14,7 @@ import pytest
 from kvboost_edge.host import memory
 from kvboost_edge.host.memory import (
     Region,
-    Slack,
+    give_back_growth,
     paused_garbage_collection,
     process_rss,
     resident_bytes,
@@ -87,17 +87,30 @@ def test_memory_is_released_once_per_growth(monkeypatch):
 
     monkeypatch.setattr(memory, "process_rss", lambda: resident[0])
     monkeypatch.setattr(memory, "give_back", give_back)
-    slack = Slack()
+    monkeypatch.setattr(memory, "_grown_from", 0)
     for _ in range(3):
-        slack.give_back()
+        give_back_growth()
     assert calls == [100 << 20]
     resident[0] += 7 << 20
-    slack.give_back()
+    give_back_growth()
     assert len(calls) == 1
     resident[0] += 7 << 20
-    slack.give_back()
-    slack.give_back()
+    give_back_growth()
+    give_back_growth()
     assert calls == [100 << 20, 84 << 20]
+
+
+def test_growth_is_measured_from_the_smallest_size(monkeypatch):
+    """An engine's memory that was freed does not hide the growth of the next engine."""
+    resident = [900 << 20]
+    calls = []
+    monkeypatch.setattr(memory, "process_rss", lambda: resident[0])
+    monkeypatch.setattr(memory, "give_back", lambda: calls.append(resident[0]))
+    monkeypatch.setattr(memory, "_grown_from", 0)
+    for size in (900, 300, 307, 320):
+        resident[0] = size << 20
+        give_back_growth()
+    assert calls == [900 << 20, 320 << 20]
 
 
 def test_running_out_of_descriptors_postpones_the_release(monkeypatch):
@@ -108,12 +121,12 @@ def test_running_out_of_descriptors_postpones_the_release(monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(memory, "give_back", lambda: calls.append(1))
-    slack = Slack()
+    monkeypatch.setattr(memory, "_grown_from", 0)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "process_rss", lacking)
-        slack.give_back()
+        give_back_growth()
     assert calls == []
-    slack.give_back()
+    give_back_growth()
     assert calls == [1]
 
 
