@@ -11,6 +11,7 @@ STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
 DOCS_STAMP := $(VENV)/.docs-stamp
 COMPILED_STAMP := $(VENV)/.compiled-stamp
+CUDA_STAMP := $(VENV)/.cuda-stamp
 PYTEST := $(BIN)/python -m pytest -q
 # Several worker processes run at a time; all tests of a file run in one of them. A third one uses
 # the time in which tests of two cores' workers wait for processes, browsers and timers.
@@ -52,19 +53,29 @@ help:  ## list the targets
 
 ##@ Set-up
 
-setup: $(COMPILED_STAMP)  ## create .venv with everything that tests and tools need, compile kernels
+# The kernels are compiled while pip installs the packages that they do not need.
+setup: $(DEMO_STAMP)  ## create .venv with everything that tests and tools need, compile kernels
+	@$(MAKE) --no-print-directory -j2 $(COMPILED_STAMP) $(CUDA_STAMP)
 
+# Python compiles a module when it is first imported. Most of torch's and transformers' never are,
+# and pip would compile all of them, which takes half a minute.
 $(STAMP): $(DEMO_STAMP)
 	@echo "Installing the packages for tests and tools, torch among them: some minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check \
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check \
 		-c constraints.txt -e '.[torch,server,docs,dev]'
 	@touch $@
 
-# Otherwise both workers of `make test` would compile the same kernels.
-$(COMPILED_STAMP): $(STAMP) $(shell find kvboost_edge/kernels -name "*.py") \
-		$(shell find cuda_ext tests/helpers/cuda -name "*.cu*" -o -name "*.cpp" -o -name "*.h")
+# Otherwise the workers of `make test` would compile the same kernels. The package is imported from
+# here, since pip installs it again meanwhile.
+$(COMPILED_STAMP): $(DEMO_STAMP) $(shell find kvboost_edge/kernels -name "*.py")
 	@echo "Compiling the kernels for this machine, twice: some minutes"
-	$(BIN)/python tests/prepare.py
+	PYTHONPATH=. $(BIN)/python tests/prepare.py kernels
+	@touch $@
+
+$(CUDA_STAMP): $(STAMP) \
+		$(shell find cuda_ext tests/helpers/cuda -name "*.cu*" -o -name "*.cpp" -o -name "*.h")
+	@echo "Compiling the CUDA kernels for this processor"
+	$(BIN)/python tests/prepare.py cuda
 	@touch $@
 
 # The packages that the native runner needs; torch is none of them.

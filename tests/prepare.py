@@ -1,26 +1,27 @@
 """Compile the kernels that the tests need and that are not compiled yet (part of `make setup`).
 
-They are the kernels for this machine and the CUDA kernels for this processor. Without this step
-both workers of `make test` would compile most kernels at the same time.
+    python tests/prepare.py kernels   # for this machine; needs the native runner's packages
+    python tests/prepare.py cuda      # the CUDA kernels for this processor; needs torch and pytest
+
+Without this step the workers of `make test` would compile most kernels at the same time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import pkgutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 import helpers  # noqa: F401 - processes compile kernels, whether or not there is a library of them
 import kvboost_edge.kernels
-from helpers.cuda.on_cpu import ASAN_FLAGS, built_kernels
-from helpers.cuda.standin import standing_in
 from helpers.kernels.paged_cases import make_case
 from helpers.kernels.prebuilt import prepare_library
 from helpers.kernels.quantized_kv_cases import make_backend, run, whole
-from helpers.tools import find_compiler
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.processor import default_num_threads
@@ -52,25 +53,37 @@ def compile_backend_kernels() -> None:
     plain = CPUBackend(KVSpec((LayerKVSpec(2, 24),), 16, "float32"), 16, num_threads=1)
     for backend in (plain, make_backend("cpu", case, (8, 8))):
         run(backend, case, whole(case), AttentionParams(0.2))
+        sparse = dataclasses.replace(case.whole, sparse=np.array([(0, 0), (64, 80)], np.int32))
+        backend.attention(
+            0, case.rows(case.queries, whole(case)), backend.prepare(sparse), AttentionParams(0.2)
+        )
         backend.close()
+
+
+def compile_kernels() -> None:
+    """Compile all kernels for this machine, for pytest and for the processes that tests start."""
+    compile_entries()
+    with ThreadPoolExecutor(1) as pool:
+        library = pool.submit(prepare_library)
+        compile_backend_kernels()
+        library.result()
 
 
 def compile_cuda_kernels() -> None:
     """Compile the CUDA kernels as the tests of `cuda_ext` run them, with the address sanitizer."""
-    with standing_in():
-        built_kernels(flags=ASAN_FLAGS)
+    from helpers.cuda.on_cpu import ASAN_FLAGS, built_kernels
+    from helpers.cuda.standin import standing_in
+    from helpers.tools import find_compiler
+
+    if find_compiler() is not None:
+        with standing_in():
+            built_kernels(flags=ASAN_FLAGS)
 
 
 def main() -> None:
-    """Compile the kernels and, if there is a C++ compiler, the CUDA kernels at the same time."""
+    """Compile the kernels that the argument names."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with ThreadPoolExecutor() as pool:
-        cuda = pool.submit(compile_cuda_kernels) if find_compiler() is not None else None
-        compile_entries()
-        compile_backend_kernels()
-        prepare_library()
-    if cuda is not None:
-        cuda.result()
+    {"kernels": compile_kernels, "cuda": compile_cuda_kernels}[sys.argv[1]]()
 
 
 if __name__ == "__main__":
