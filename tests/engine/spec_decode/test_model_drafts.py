@@ -55,6 +55,22 @@ def test_answers_do_not_depend_on_the_draft_model(kind, drafts, closes_blocks):
         assert bench.manager.free_block_count == 64
 
 
+@pytest.mark.parametrize("drafts", ["wrong", "one off"])
+def test_rejected_draft_tokens_leave_no_kv(kind, drafts):
+    """The draft model's KV after the last accepted token is missing, although it was computed."""
+    bench = drafting_bench(kind, drafts)
+    handle = bench.submit(prompt(5, 40), 30, terms=DRAFTS)
+    while not handle.done:
+        bench.step()
+        for sequence in bench.scheduler.running:
+            end = SIZE * len(sequence.blocks.block_ids)
+            computed = sequence.num_computed_tokens
+            missing = models_of(bench).model.missing(sequence.blocks, end)
+            after = [max(0, stop - max(first, computed)) for first, stop in missing]
+            assert sum(after) == end - computed
+    assert 0 <= bench.scheduler.speculation.num_accepted < bench.scheduler.speculation.num_drafted
+
+
 def test_a_perfect_draft_model_saves_passes_and_computes_each_token_once(kind):
     bench = drafting_bench(kind)
     passes = []
