@@ -102,7 +102,7 @@ redis-server:  ## unpack a redis-server for the tests into .redis (Debian, Ubunt
 
 ##@ Tests
 
-test: setup  ## run the suite for every change; about 13 minutes on two cores
+test: setup  ## run the suite for every change; about 10 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
 	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING)
 
