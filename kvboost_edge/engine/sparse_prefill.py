@@ -44,6 +44,10 @@ class SparsePrefill(Prefill):
     def sparse_range(self) -> tuple[int, int]:
         return self._first, self.shared_end
 
+    def group_start(self, position: int) -> int:
+        """Return the start of the position's group."""
+        return position // GROUP_TOKENS * GROUP_TOKENS
+
     def whole_groups(self, start: int, count: int) -> int:
         """Return the number of tokens to compute so that the last group is complete.
 

@@ -61,6 +61,14 @@ def test_chunks_batches_and_cached_prefixes_change_no_bit(model, bits):
         assert answer(exact.generate(TEXT, **GREEDY)) != answer(alone)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("start", [591, 592, 600])
+def test_logits_of_cached_prompts_begin_with_whole_groups(model, start, bits):
+    with engine(model, kv_cache_bits=bits) as one:
+        rows = one.logits(TEXT)
+        np.testing.assert_array_equal(one.logits(TEXT, start), rows[start:])
+
+
 def test_generated_tokens_are_not_shared_after_the_range(model):
     with engine(model) as one:
         first = one.generate(TEXT, **GREEDY)

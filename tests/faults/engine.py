@@ -150,6 +150,13 @@ FAULTS = (
         *_SPARSE_PREFILL,
     ),
     fault(
+        "begins logits of cached prompts inside a group of sparse prefill",
+        "engine/sparse_prefill.py",
+        "return position // GROUP_TOKENS * GROUP_TOKENS",
+        "return position",
+        *_SPARSE_PREFILL,
+    ),
+    fault(
         "ignores temperature",
         "engine/sampling.py",
         "/ temperature)",

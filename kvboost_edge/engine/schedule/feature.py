@@ -185,6 +185,10 @@ class Prefill(Feature):
         """First position and end of the tokens that attend to selected blocks only."""
         return 0, 0
 
+    def group_start(self, position: int) -> int:
+        """Return the position at which computation must begin to compute `position`."""
+        return position
+
     def whole_groups(self, start: int, count: int) -> int:
         """Return how many tokens to compute from `start` on if a step has room for `count`."""
         return count

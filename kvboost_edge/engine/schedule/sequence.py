@@ -176,7 +176,7 @@ class Sequence:
         end = self.num_shareable + 1
         start = self.logits_from
         if start is not None:
-            end = min(end, start + 1)
+            end = min(end, self.prefill.group_start(start) + 1)
         return self.token_ids if end >= len(self.token_ids) else self.token_ids[:end]
 
     @property
