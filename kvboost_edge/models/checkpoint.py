@@ -404,11 +404,19 @@ class _Directory(Checkpoint):
             return BitNetSource(SafetensorsSource(self.path), layout)
         return self._open_packed(text_names)
 
-    def _open_packed(self, select: Callable[[Iterable[str]], Mapping[str, str]]) -> WeightSource:
-        """Open the tensors that `select` returns, see `SafetensorsSource`; some are quantized."""
+    def _open_packed(
+        self, select: Callable[[Iterable[str]], Mapping[str, str]], *, may_be_float: bool = False
+    ) -> WeightSource:
+        """Open the tensors that `select` returns, see `SafetensorsSource`; some are quantized.
+
+        Args:
+            select: selection of tensors.
+            may_be_float: see `Nvfp4Source`. Sources of other methods always accept floats.
+        """
         layout = packed_layout(self.config)
         if layout.method == "nvfp4":
-            return Nvfp4Source(SafetensorsSource(self.path, select=select), layout)
+            files = SafetensorsSource(self.path, select=select)
+            return Nvfp4Source(files, layout, may_be_float=may_be_float)
         return PackedQuantSource(self.path, self.config, select=select)
 
     def _open_mtp_files(self) -> WeightSource:
@@ -416,7 +424,7 @@ class _Directory(Checkpoint):
         assert stored is not None  # see `mtp`
         select = functools.partial(mtp_names, stored=stored, layers=len(self.spec.layers))
         if self.config.get("quantization_config"):
-            return self._open_packed(select)
+            return self._open_packed(select, may_be_float=True)
         return SafetensorsSource(self.path, select=select)
 
     def open_assistant_source(self) -> WeightSource:

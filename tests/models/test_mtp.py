@@ -17,7 +17,8 @@ from helpers.models.mtp_heads import (
     write_gguf_with_head,
     write_head_file,
 )
-from helpers.models.tensor_files import change_tensors
+from helpers.models.nvfp4_files import SETTINGS, make_nvfp4
+from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import save_tiny_model
 from helpers.oracles.packed_plan import (
     last_states,
@@ -33,6 +34,7 @@ from kvboost_edge.models.packed.pack_plan import plan_bytes
 TOKENS = np.random.default_rng(2).integers(0, 256, 24).tolist()
 
 LAYERS = 3  # layers of glm4_moe
+UP = "model.layers.0.mlp.up_proj"
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -133,6 +135,33 @@ def test_a_head_in_awq_keeps_its_codes(tmp_path):
         found = source.rows("mtp.projection.weight")
     expected = np.repeat(scales.astype(np.float32), 32, axis=1) * (codes - 8)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_a_float_head_of_an_nvfp4_model_is_read(method, tmp_path):
+    path = save_with_head("qwen3_5_text", tmp_path)
+    stored = tensors_of(path)
+    make_nvfp4(path, method, floats="mtp.")
+    checkpoint = Checkpoint.open(path)
+    with checkpoint.open_source() as source:
+        assert source.kind("model.layers.0.mlp.down_proj.weight") == "nvfp4"
+    with checkpoint.open_mtp_source() as source:
+        for name, own in (("fc", "mtp.projection"), ("layers.0.mlp.up_proj", UP)):
+            assert source.kind(f"{own}.weight") is None
+            np.testing.assert_array_equal(
+                source.rows(f"{own}.weight"), stored[f"mtp.{name}.weight"]
+            )
+    assert {entry.name for entry in checkpoint.mtp_plan("auto")} >= {"projection", "layer0.qkv"}
+
+
+def test_a_head_in_nvfp4_keeps_its_codes(tmp_path):
+    path = save_with_head("qwen3_5_text", tmp_path)
+    known = make_nvfp4(path, "modelopt")
+    with Checkpoint.open(path).open_mtp_source() as source:
+        assert source.kind(f"{UP}.weight") == "nvfp4"
+        np.testing.assert_allclose(
+            source.rows(f"{UP}.weight"), known["mtp.layers.0.mlp.up_proj.weight"], rtol=2**-22
+        )
 
 
 def test_a_model_without_a_head_has_no_plan(tmp_path):

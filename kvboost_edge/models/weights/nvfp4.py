@@ -40,8 +40,17 @@ _HALF_SCALES = (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16
 class Nvfp4Source(WrappedSource):
     """`WeightSource` that presents the parts of a quantized matrix as "m.weight" [out, in]."""
 
-    def __init__(self, files: SafetensorsSource, layout: PackedLayout) -> None:
-        """Initialize the source, which closes `files` on an error."""
+    def __init__(
+        self, files: SafetensorsSource, layout: PackedLayout, *, may_be_float: bool = False
+    ) -> None:
+        """Initialize the source, which closes `files` on an error.
+
+        Args:
+            files: source of the files.
+            layout: layout of the codes.
+            may_be_float: accept files without packed matrices, such as those of an MTP head, which
+                usually stays a float.
+        """
         super().__init__(files)
         self._files = files
         self._divides = layout.divides
@@ -57,7 +66,7 @@ class Nvfp4Source(WrappedSource):
             names = files.names()
             modules = [name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE)]
             self._shapes = {f"{module}.weight": self._check(module) for module in sorted(modules)}
-            if not modules:
+            if not modules and not may_be_float:
                 raise ModelFormatError(
                     "quantization_config declares NVFP4 weights, but no tensor is named "
                     f"'*{_SCALE}'"

@@ -22,17 +22,26 @@ Parts = dict[str, tuple[str, np.ndarray]]
 """Tensors as (dtype in the file, values or bits)."""
 
 
-def make_nvfp4(directory: Path, method: str, **settings: Any) -> dict[str, np.ndarray]:
+def make_nvfp4(
+    directory: Path, method: str, *, floats: str = "", **settings: Any
+) -> dict[str, np.ndarray]:
     """Quantize the linear layers of a float model directory.
 
-    Returns the values of the quantized matrices, float32 by name.
+    Args:
+        directory: directory of the model.
+        method: quantization method, a key of `SETTINGS`.
+        floats: prefix of the names of layers that stay floats.
+        settings: additional keys of the quantization config.
+
+    Returns:
+        The values of the quantized matrices, float32 by name.
     """
     rng = np.random.default_rng(2)
     known = {}
     parts: Parts = {}
     for name, weights in sorted(tensors_of(directory).items()):
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        if not module.endswith("_proj") or (floats and name.startswith(floats)):
             parts[name] = (_DTYPES[str(weights.dtype)], weights)
             continue
         rows, inputs = weights.shape
