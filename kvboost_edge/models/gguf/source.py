@@ -39,6 +39,7 @@ __all__ = [
     "LONG_FACTORS",
     "ROPE_FACTORS",
     "SHORT_FACTORS",
+    "UNUSED_FACTORS",
     "GgufSource",
     "architecture_of",
     "is_mtp_file",
@@ -53,14 +54,15 @@ SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
 """Tensors with divisors of RoPE frequencies for the two ranges of longrope."""
 
+UNUSED_FACTORS = (".weight.input_scale", ".input_scale")
+"""Endings of factors of activations, which are not used and may be infinite."""
+
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
 _PLAIN_NORM = ".linear_attn.norm.weight"  # norm weights stored without an offset
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 _WEIGHT = ".weight"
-# Endings that replace ".weight" in the names of factors, and of tensors that are not used.
-_FACTORS = (".weight.scale", ".scale")
-_UNUSED_FACTORS = (".weight.input_scale", ".input_scale")
+_FACTORS = (".weight.scale", ".scale")  # replace ".weight" in the names of factors
 _FACTOR_TYPE = "NVFP4"  # type of the tensors that may have a factor
 # Architectures that only other programs write -> reason why they are not supported.
 _OTHER_PROGRAMS = {
@@ -263,14 +265,14 @@ class GgufSource:
             name: name of a tensor without a name in transformers.
             pieces: names here of the tensors of the model.
         """
-        ending = next((one for one in (*_FACTORS, *_UNUSED_FACTORS) if name.endswith(one)), "")
+        ending = next((one for one in (*_FACTORS, *UNUSED_FACTORS) if name.endswith(one)), "")
         base = name.removesuffix(ending) + _WEIGHT if ending else ""
         if base not in pieces:
             raise ModelFormatError(
                 f"{self._path}: tensor {name!r} is not supported for the architecture "
                 f"{self.header.value('general.architecture', str)}"
             )
-        if ending in _UNUSED_FACTORS:
+        if ending in UNUSED_FACTORS:
             return
         tensor = self.header.tensors[name]
         numbers = [expert_number(piece) or 0 for piece in pieces[base]]

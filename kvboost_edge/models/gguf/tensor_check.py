@@ -18,7 +18,7 @@ from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.config.spec import Describe
 from kvboost_edge.models.gguf.blocks import BLOCKS, BlockFormat, half_bits
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.source import GgufSource
+from kvboost_edge.models.gguf.source import UNUSED_FACTORS, GgufSource
 from kvboost_edge.models.weights.finite_check import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.weight_source import WeightSummary
@@ -67,7 +67,12 @@ def _check_finite(header: GgufHeader, cache_dir: Path | None) -> None:
     for number, part in enumerate(header.parts):
         if recall(part.stamp, cache_dir).get("finite") is not True:
             _check_part(
-                part.path, [tensor for tensor in header.tensors.values() if tensor.part == number]
+                part.path,
+                [
+                    tensor
+                    for tensor in header.tensors.values()
+                    if tensor.part == number and not tensor.name.endswith(UNUSED_FACTORS)
+                ],
             )
             remember(part.stamp, {"finite": True}, cache_dir)
 

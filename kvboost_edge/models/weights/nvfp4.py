@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.config.quant_config import PackedLayout
+from kvboost_edge.models.weights.nvfp4_parts import UNUSED_SCALES
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows, WrappedSource
 
@@ -32,7 +33,6 @@ _KIND = "nvfp4"
 _SCALE = ".weight_scale"
 _PER_SCALE = 16
 _GROUP = 32  # the inputs of a matrix must be a multiple of this
-_UNUSED = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 # Half of each 8-bit float (E4M3) without a sign, by its bits; the last one is NaN.
 _HALF_SCALES = (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16) * np.float16(128)
 
@@ -81,7 +81,7 @@ class Nvfp4Source(WrappedSource):
             for name in self._shapes
             for part in (_SCALE, self._codes_in, self._factor_in)
         }
-        found = {name for name in self._files.names() if not name.endswith(_UNUSED)}
+        found = {name for name in self._files.names() if not name.endswith(UNUSED_SCALES)}
         return found - hidden | set(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.weights.finite_check import DTYPE_BITS, first_non_finite
+from kvboost_edge.models.weights.nvfp4_parts import UNUSED_SCALES
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.weight_source import WeightSummary
 
@@ -32,9 +33,9 @@ _MAX_HEADER_BYTES = 100_000_000
 # in data. An entry takes about 100 bytes, and a real tensor has thousands.
 _SMALL_HEADER_BYTES = 1 << 20
 _DATA_PER_HEADER = 4
-# Mask constant in old GPT-NeoX and GPT-2 checkpoints, which is -inf in half precision. Models do
-# not read it.
-_MASK_CONSTANT = ".masked_bias"
+# Endings of tensors that are not read and may be infinite: the mask constant in old GPT-NeoX and
+# GPT-2 checkpoints, which is -inf in half precision, and scales of activations.
+_NOT_READ = (".masked_bias", *UNUSED_SCALES)
 # Weights per element in packed tensors, by the last word of the name and the dtype: AWQ and GPTQ,
 # MXFP4, NVFP4 of compressed-tensors and of ModelOpt. BitNet packs 4 rows, under ModelOpt's name.
 _WHOLE = ("weight", "U8")
@@ -110,7 +111,7 @@ def check_weights(
                 [
                     e
                     for where, e in entries.values()
-                    if where == path and not e.name.endswith(_MASK_CONSTANT)
+                    if where == path and not e.name.endswith(_NOT_READ)
                 ],
                 cache_dir,
             )

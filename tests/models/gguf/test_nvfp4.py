@@ -74,6 +74,16 @@ def test_logits_with_factors_are_close_to_floats(tmp_path):
     assert distance(*logits_in_any_pass(path)) <= 5e-2
 
 
+def test_factors_of_activations_may_be_infinite(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    unused = {
+        "blk.0.attn_q.input_scale": _numbers(np.inf),
+        "output.weight.input_scale": _numbers(np.nan),
+    }
+    path = save_gguf("llama", tmp_path, sizes, kind="NVFP4", more=unused)
+    Checkpoint.open(path).summary()
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "message"),
     [

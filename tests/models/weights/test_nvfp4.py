@@ -59,6 +59,24 @@ def test_other_formats_of_these_methods_are_refused(method, settings, message, t
     assert_raises(ModelFormatError, message, Checkpoint.open(tmp_path).open_source)
 
 
+@pytest.mark.parametrize("method", SETTINGS)
+def test_scales_of_activations_may_be_infinite(method, tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    make_nvfp4(tmp_path, method)
+    unused = {
+        f"{DOWN}.input_scale": np.float32(np.inf),
+        f"{DOWN}.input_global_scale": np.full(1, np.inf, np.float32),
+        "model.layers.0.self_attn.k_proj.k_scale": np.float32(np.nan),
+        "model.layers.0.self_attn.v_proj.v_scale": np.float32(np.inf),
+    }
+    changed = {name: ("F32", values) for name, values in unused.items()}
+    write_parts(tmp_path, {**parts_of(tmp_path), **changed})
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.summary()
+    with checkpoint.open_source() as source:
+        assert not source.names() & unused.keys()
+
+
 @pytest.mark.parametrize(
     ("part", "dtype", "values", "message"),
     [
