@@ -40,6 +40,7 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "genai_config.json",
+    "hf_quant_config.json",
 )
 _PART_BYTES = 64 << 20
 

@@ -2,10 +2,13 @@
 name.
 """
 
+import json
+
 import numpy as np
 import pytest
 
 from helpers.distance import distance
+from helpers.json_files import LEFT_OUT, change_json
 from helpers.models.nvfp4_files import SETTINGS, make_nvfp4, parts_of, write_parts
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
@@ -39,6 +42,58 @@ def test_rows_equal_the_quantized_values(method, tmp_path):
                 np.testing.assert_allclose(found, values[start:stop], rtol=2**-22)
             assert conversion_error(source, name, "nvfp4").relative == 0
     assert distance(*logits_in_any_pass(tmp_path)) <= 5e-2
+
+
+def _move_settings(directory, **changes):
+    """Move the quantization config to ModelOpt's file of earlier exports."""
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+        **changes,
+    }
+    content = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (directory / "hf_quant_config.json").write_text(json.dumps(content), encoding="utf-8")
+    change_json(directory / "config.json", quantization_config=LEFT_OUT)
+
+
+def test_the_settings_may_be_in_modelopts_own_file(tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    known = make_nvfp4(tmp_path, "modelopt")
+    _move_settings(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.is_quantized
+    assert checkpoint.config["quantization_config"]["quant_method"] == "modelopt"
+    with checkpoint.open_source() as source:
+        assert {name for name in source.names() if source.kind(name) == "nvfp4"} == known.keys()
+    before = checkpoint.fingerprint()
+    _move_settings(tmp_path, quant_algo="FP8")
+    assert Checkpoint.open(tmp_path).fingerprint() != before
+    assert_raises(
+        ModelFormatError, "quant_algo='FP8' is not supported", Checkpoint.open(tmp_path).open_source
+    )
+
+
+@pytest.mark.parametrize("unquantized", [{"quant_algo": None}, None])
+def test_modelopts_file_may_describe_float_weights(unquantized, tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    if unquantized is not None:
+        _move_settings(tmp_path, **unquantized)
+    else:
+        (tmp_path / "hf_quant_config.json").write_text("{}", encoding="utf-8")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not checkpoint.is_quantized
+    assert checkpoint.format == "safetensors float32"
+
+
+def test_damaged_settings_in_modelopts_file_are_refused(tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": 4}', encoding="utf-8")
+    with pytest.raises(
+        ModelFormatError, match=r"hf_quant_config.json: quantization must be an object, got int"
+    ):
+        _ = Checkpoint.open(tmp_path).config
 
 
 @pytest.mark.parametrize(
