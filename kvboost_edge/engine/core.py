@@ -462,6 +462,7 @@ class EngineCore:
             self._runner.info.hidden_size,
             is_abandoned,
             self.scheduler.speculation.num_states,
+            is_split=self._runner.info.splits_passes,
         )
 
     def _is_ending(self, sequence: Sequence) -> bool:

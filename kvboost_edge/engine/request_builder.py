@@ -25,10 +25,20 @@ from kvboost_edge.engine.request.request import (
     resolve_sampling,
 )
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.sparse_prefill import sparse_end
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 
-__all__ = ["RequestBuilder", "Seeds"]
+__all__ = ["RequestBuilder", "Seeds", "shareable_end"]
+
+
+def shareable_end(config: EngineConfig, num_prompt_tokens: int) -> int:
+    """Return `Request.num_shareable` of a prompt."""
+    if config.prefill == "sparse":
+        return sparse_end(num_prompt_tokens, config.block_size)
+    if config.arithmetic == "wide":
+        return (num_prompt_tokens - 1) // config.block_size * config.block_size
+    return ALL_TOKENS
 
 
 class Seeds:
@@ -189,9 +199,7 @@ class RequestBuilder:
             else None,
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
             approximations=self._config.approximations,
-            num_shareable=(len(ids) - 1) // self._config.block_size * self._config.block_size
-            if info.has_private_tail
-            else ALL_TOKENS,
+            num_shareable=shareable_end(self._config, len(ids)),
             **fields,
         )
 

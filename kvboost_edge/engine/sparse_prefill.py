@@ -36,13 +36,8 @@ def sparse_end(num_prompt_tokens: int, block_size: int) -> int:
 class SparsePrefill(Prefill):
     """The sparse prefill of one sequence."""
 
-    def __init__(self, request: Request, block_size: int) -> None:
-        self._first = FIRST_POSITION
-        self.shared_end = sparse_end(request.num_prompt_tokens, block_size)
-
-    @property
-    def sparse_range(self) -> tuple[int, int]:
-        return self._first, self.shared_end
+    def __init__(self, request: Request) -> None:
+        self.sparse_range = FIRST_POSITION, request.num_shareable
 
     def group_start(self, position: int) -> int:
         """Return the start of the position's group."""
@@ -54,7 +49,8 @@ class SparsePrefill(Prefill):
         Fewer tokens than planned are computed, or more if they would not complete one group.
         """
         stop = start + count
-        if not self._first < stop < self.shared_end:
+        first, end = self.sparse_range
+        if not first < stop < end:
             return count
         stop = stop // GROUP_TOKENS * GROUP_TOKENS
         return (stop if stop > start else stop + GROUP_TOKENS) - start
@@ -63,5 +59,5 @@ class SparsePrefill(Prefill):
 def prefill_of(config: EngineConfig) -> Callable[[Request], Prefill]:
     """Return the function that makes the prefill of a request."""
     if config.prefill == "sparse":
-        return lambda request: SparsePrefill(request, config.block_size)
+        return SparsePrefill
     return lambda request: Prefill()

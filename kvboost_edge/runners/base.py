@@ -55,7 +55,7 @@ class ForwardBatch:
         is_abandoned: called repeatedly during a long pass, if the runner supports it. If it returns
             True, the runner raises PassAbandoned.
         num_shareable: int64 [num_seqs], number of leading tokens of each sequence whose KV other
-            sequences may reuse, or None for all. See `RunnerInfo.has_private_tail`.
+            sequences may reuse, or None unless `RunnerInfo.splits_passes`.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -98,9 +98,8 @@ class RunnerInfo:
         short_vocabulary: number of ids in the short vocabulary, which has the lowest ids, or 0 if
             passes always compute all logits.
         numerics: versions of everything else that the exact bits of KV depend on.
-        has_private_tail: True if the runner computes KV that other sequences may reuse differently
-            from all other KV. A sequence then shares the full blocks before its last prompt token
-            only.
+        splits_passes: True if the runner computes KV that other sequences may reuse differently
+            from all other KV. It then needs `ForwardBatch.num_shareable`.
     """
 
     name: str
@@ -119,7 +118,7 @@ class RunnerInfo:
     borrows_kv: bool = False
     short_vocabulary: int = 0
     numerics: str = ""
-    has_private_tail: bool = False
+    splits_passes: bool = False
 
     @property
     def exact_path(self) -> str:

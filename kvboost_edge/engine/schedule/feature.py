@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.request.request import ALL_TOKENS
-
 if TYPE_CHECKING:
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.reuse.block_history import Chain
@@ -174,16 +172,10 @@ class Prefill(Feature):
     """The computation of one sequence's prompt. In the null implementation it is exact.
 
     Attributes:
-        shared_end: position from which on KV is neither taken from the prefix cache nor added to
-            it, a multiple of the block size, or ALL_TOKENS.
+        sparse_range: first position and end of the tokens that attend to selected blocks only.
     """
 
-    shared_end: int = ALL_TOKENS
-
-    @property
-    def sparse_range(self) -> tuple[int, int]:
-        """First position and end of the tokens that attend to selected blocks only."""
-        return 0, 0
+    sparse_range: tuple[int, int] = (0, 0)
 
     def group_start(self, position: int) -> int:
         """Return the position at which computation must begin to compute `position`."""

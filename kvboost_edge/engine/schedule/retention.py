@@ -198,7 +198,7 @@ def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityErr
     until = None if terms.ttl is None else now + terms.ttl
     try:
         pins.add(
-            request.prompt_ids[: sequence.prefill.shared_end],
+            request.prompt_ids[: request.num_shareable],
             request.root,
             owner=request.tenant,
             until=until,

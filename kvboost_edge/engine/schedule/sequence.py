@@ -165,15 +165,10 @@ class Sequence:
         return None
 
     @property
-    def num_shareable(self) -> int:
-        """Number of leading tokens whose KV may come from the cache and be added to it."""
-        return min(self.request.num_shareable, self.prefill.shared_end)
-
-    @property
     def cacheable_ids(self) -> list[int]:
         """Tokens that may be served from the cache at admission."""
         # At least one more token is always computed.
-        end = self.num_shareable + 1
+        end = self.request.num_shareable + 1
         start = self.logits_from
         if start is not None:
             end = min(end, self.prefill.group_start(start) + 1)

@@ -9,7 +9,6 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
-from kvboost_edge.engine.request.request import ALL_TOKENS
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -26,6 +25,8 @@ def build_batch(
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
     num_states: Callable[[ScheduledTokens[Sequence]], int] = lambda work: 0,
+    *,
+    is_split: bool = False,
 ) -> ForwardBatch:
     """Build the batch of a step from the tokens of `work`, one sequence after another.
 
@@ -38,6 +39,7 @@ def build_batch(
         is_abandoned: function that tells the runner to abandon the pass, see `ForwardBatch`.
         num_states: function that returns the number of last tokens of an item whose hidden states
             are needed for drafts. Requests for hidden states need none for drafts.
+        is_split: whether the runner divides the pass, see `RunnerInfo.splits_passes`.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
@@ -76,7 +78,7 @@ def build_batch(
         state_rows=np.array(state_rows, np.int64),
         states=np.empty((len(state_rows), hidden_size), np.float32),
         is_abandoned=is_abandoned,
-        num_shareable=np.array(shareable, np.int64) if min(shareable) < ALL_TOKENS else None,
+        num_shareable=np.array(shareable, np.int64) if is_split else None,
     )
 
 

@@ -137,7 +137,7 @@ class AcceptedDrafts:
 
     def _commit(self, sequence: Sequence, num_computed: int) -> None:
         table = sequence.blocks
-        shareable = sequence.num_shareable
+        shareable = sequence.request.num_shareable
         if table.num_computed_tokens < shareable < num_computed:
             self._manager.commit(table, sequence.token_ids, shareable)
         publish = num_computed <= shareable

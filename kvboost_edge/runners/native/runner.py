@@ -170,7 +170,7 @@ class NativeRunner:
             borrows_kv=spec.backbone_size > 0,
             short_vocabulary=short_vocabulary,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
-            has_private_tail=is_wide,
+            splits_passes=is_wide,
         )
 
     @classmethod
@@ -256,7 +256,7 @@ class NativeRunner:
             return RECURRENT
         if self._spec.family.late_norm:
             return LATE_NORM
-        if self.info.has_private_tail:
+        if self.info.splits_passes:
             return WIDE_KEYS
         # Attention can read queries before RoPE only if the pass is one kernel call.
         if self._whole is not None:
@@ -317,7 +317,7 @@ class NativeRunner:
             Logits, float32 [num_logits, vocab_size], or [num_logits, short_vocabulary] if
             `batch.is_short`.
         """
-        if not self.info.has_private_tail:
+        if not self.info.splits_passes:
             return self._forward(batch)
         parts = split_pass(batch, self.info.kv_spec.block_size)
         found = []

@@ -2,7 +2,7 @@
 
 In wide arithmetic, the runner computes the first in wide arithmetic and the others exactly. Each
 token's result then depends on its sequence and position only, and not on the other tokens of the
-pass. See `RunnerInfo.has_private_tail`.
+pass. See `RunnerInfo.splits_passes`.
 """
 
 from __future__ import annotations
