@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -211,9 +212,8 @@ class GgufSource:
         """Return a copy of rows [start, stop) as float32. The rows of a vector are its elements."""
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
-        values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
-        if name in self._factors:
-            values = values * self._factor(name)
+        data = self._bytes(name, tensor, start, stop)
+        values = _scaled_floats(tensor.type, self._factor(name), data)
         if (
             self.architecture.norm_offset
             and name.endswith("norm.weight")
@@ -250,7 +250,11 @@ class GgufSource:
                 "from it"
             )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
-        return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes)
+        to_floats = None
+        if BLOCKS[tensor.type].kind is not None:
+            factor = self._factor(name)
+            to_floats = partial(_scaled_floats, tensor.type, factor)
+        return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes, to_floats)
 
     def _opened(self) -> list[FileBytes]:
         with self._lock:
@@ -343,6 +347,12 @@ def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str
         max(keys.sizes(name, 0)) if architecture.no_keys else keys.optional_size(name)
     ) or heads
     return {**dict.fromkeys(_QUERY, heads), **dict.fromkeys(_KEY, kv_heads)}
+
+
+def _scaled_floats(kind: str, factor: np.float32, data: npt.NDArray[np.uint8]) -> Floats:
+    """Return rows of a tensor type, uint8 [rows, bytes of a row], times a factor as float32."""
+    values = dequantize(kind, data)
+    return values if factor == 1 else values * factor
 
 
 def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.int64]:

@@ -497,7 +497,8 @@ def check_tensors(
     """Check that the checkpoint has exactly the tensors of a plan and of tables, in their shapes.
 
     Raises:
-        ModelFormatError: a tensor is missing, has another shape, or would be unused.
+        ModelFormatError: a tensor is missing, has another shape, or would be unused, or single rows
+            of a table cannot be read.
     """
     used = set()
     for entry in (*plan, *tables):
@@ -509,6 +510,9 @@ def check_tensors(
                     f"{source.shape(tensor)}, expected {expected} according to the config"
                 )
             used.add(tensor)
+    for table in tables:
+        for tensor, _ in table.parts:
+            source.stored_rows(tensor)
     ignored = {"lm_head.weight"}  # tied, but saved anyway
     left = {
         name

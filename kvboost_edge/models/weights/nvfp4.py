@@ -126,7 +126,11 @@ class Nvfp4Source(WrappedSource):
 
     def stored_rows(self, name: str) -> StoredRows:
         if name in self._shapes:
-            raise self._error(name, "is packed; single rows cannot be read from it")
+            raise self._error(
+                name,
+                "is packed, so single rows cannot be read from it; use a checkpoint that stores it "
+                "as floats",
+            )
         return self._files.stored_rows(name)
 
     def _span(self, name: str, dtype: str, start: int, stop: int, width: int) -> Bytes:

@@ -8,6 +8,7 @@ source converts them. Reads are thread-safe.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -69,6 +70,8 @@ class StoredRows(NamedTuple):
         type: stored type, see `WeightSource.type_of`.
         start: byte offset of the first row.
         row_bytes: size of a row in bytes.
+        to_floats: conversion of rows, uint8 [n, row_bytes], to float32 [n, weights]; None for
+            floats.
     """
 
     path: Path
@@ -76,6 +79,7 @@ class StoredRows(NamedTuple):
     type: str
     start: int
     row_bytes: int
+    to_floats: Callable[[npt.NDArray[np.uint8]], Floats] | None = None
 
 
 class WeightSource(Protocol):

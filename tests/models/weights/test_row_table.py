@@ -5,34 +5,38 @@ raises an error.
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from helpers.gguf.types import dequantized
 from helpers.gguf.writer import K_SCALES, write_gguf
 from helpers.models.awq_gptq_files import quantize_dir
+from helpers.models.nvfp4_files import make_nvfp4
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.file import read_gguf
+from kvboost_edge.models.packed.pack_plan import PackEntry, check_tensors
 from kvboost_edge.models.weights import file_bytes
-from kvboost_edge.models.weights.row_table import ROW_TYPES, RowTable
+from kvboost_edge.models.weights.row_table import RowTable
 
 TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token
 ROWS = 300
 WIDTH = 64
 
 
-def _gguf(directory, kind):
+def _gguf(directory, kind, **more):
     width = {"hidden_size": 256, "head_dim": 64} if kind in K_SCALES else {}
     source = save_tiny_model("qwen3", directory / "hf", **width)
     path = write_gguf(
         source,
         directory / "model.gguf",
         kind=lambda name: kind if name == "token_embd.weight" else "F32",
+        more=more,
     )
     return Checkpoint.open(path, cache_dir=NO_CACHE)
 
@@ -44,12 +48,18 @@ def _safetensors(directory, dtype=torch.float32):
     return Checkpoint.open(directory, cache_dir=NO_CACHE)
 
 
-@pytest.mark.parametrize("kind", ROW_TYPES)
+def _known(path, kind):
+    """Return the floats of the table in a GGUF file."""
+    tensor = read_gguf(path).tensors["token_embd.weight"]
+    assert tensor.type == kind
+    raw = np.fromfile(path, np.uint8)[tensor.start : tensor.stop]
+    return dequantized(kind, raw.reshape(ROWS, -1))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_gguf_rows_equal_the_gguf_package(kind, tmp_path):
     model = _gguf(tmp_path, kind)
-    tensor = next(t for t in gguf.GGUFReader(model.path).tensors if t.name == "token_embd.weight")
-    assert tensor.tensor_type == GGMLQuantizationType[kind]
-    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(ROWS, -1)
+    expected = _known(model.path, kind)
     tokens = np.array([299, 0, 7, 7, 150], dtype=np.int64)
     with RowTable.open(model, TABLE, *expected.shape) as table:
         found = table.rows(tokens)
@@ -58,6 +68,13 @@ def test_gguf_rows_equal_the_gguf_package(kind, tmp_path):
         for token in (0, 299):
             np.testing.assert_array_equal(table.rows(np.array([token])), expected[[token]])
         assert table.rows(np.empty(0, np.int64)).shape == (0, expected.shape[1])
+
+
+def test_rows_of_a_gguf_table_have_its_factor(tmp_path):
+    model = _gguf(tmp_path, "NVFP4", **{"token_embd.scale": np.array([0.3], np.float32)})
+    expected = _known(model.path, "NVFP4") * np.float32(0.3)
+    with RowTable.open(model, TABLE, *expected.shape) as table:
+        np.testing.assert_array_equal(table.rows(np.arange(ROWS)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
@@ -157,6 +174,16 @@ def test_transposed_tensors_are_refused(method, tmp_path):
         RowTable.open(model, "model.layers.0.mlp.up_proj.weight", 256, 128)
     with model.open_source() as source, RowTable.open(model, TABLE, ROWS, 128) as table:
         np.testing.assert_array_equal(table.rows(np.array([7])), source.rows(TABLE, 7, 8))
+
+
+def test_a_packed_table_is_refused_by_the_check_of_tensors(tmp_path):
+    make_nvfp4(save_tiny_model("qwen3", tmp_path, intermediate_size=96), "modelopt")
+    entry = PackEntry("table", "f32", (("model.layers.0.mlp.up_proj.weight", 96),), WIDTH)
+    with (
+        Checkpoint.open(tmp_path, cache_dir=NO_CACHE).open_source() as source,
+        pytest.raises(ModelFormatError, match=r"up_proj.weight' is packed, so single rows"),
+    ):
+        check_tensors([], source, [entry])
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before it is opened", "while it is open"])
