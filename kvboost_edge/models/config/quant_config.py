@@ -16,10 +16,10 @@ GROUP = 32
 """
 
 NVFP4_METHODS = {
-    "modelopt": ("quant_algo", "NVFP4"),
-    "compressed-tensors": ("format", "nvfp4-pack-quantized"),
+    "modelopt": ("quant_algo", ("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16")),
+    "compressed-tensors": ("format", ("nvfp4-pack-quantized",)),
 }
-"""Methods of NVFP4 checkpoints, with the setting that declares NVFP4."""
+"""Methods of NVFP4 checkpoints, with the setting that declares NVFP4 and its values."""
 _METHODS = ("awq", "gptq", "mxfp4", "bitnet", *NVFP4_METHODS)
 
 
@@ -72,8 +72,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     if method == "bitnet":
         return _bitnet_layout(config, settings)
     if method in NVFP4_METHODS:
-        key, value = NVFP4_METHODS[method]
-        _allow(settings, key, (value,))
+        _allow(settings, *NVFP4_METHODS[method])
         return PackedLayout("nvfp4", 16, 0, divides=method == "compressed-tensors")
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"

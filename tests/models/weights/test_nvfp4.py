@@ -44,6 +44,20 @@ def test_rows_equal_the_quantized_values(method, tmp_path):
     assert distance(*logits_in_any_pass(tmp_path)) <= 5e-2
 
 
+@pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4_W4A16"])
+def test_weights_without_scales_of_activations_are_read(algorithm, tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    known = make_nvfp4(tmp_path, "modelopt", quant_algo=algorithm)
+    kept = {
+        name: part for name, part in parts_of(tmp_path).items() if not name.endswith("input_scale")
+    }
+    write_parts(tmp_path, kept)
+    spec_of(tmp_path)
+    with Checkpoint.open(tmp_path).open_source() as source:
+        for name, values in known.items():
+            np.testing.assert_allclose(source.rows(name), values, rtol=2**-22)
+
+
 def _move_settings(directory, **changes):
     """Move the quantization config to ModelOpt's file of earlier exports."""
     quantization = {
@@ -102,8 +116,9 @@ def test_damaged_settings_in_modelopts_file_are_refused(tmp_path):
         (
             "modelopt",
             {"quant_algo": "FP8"},
-            "quant_algo='FP8' is not supported; supported: 'NVFP4'",
+            "quant_algo='FP8' is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'NVFP4_W4A16'",
         ),
+        ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ' is not supported"),
         ("compressed-tensors", {"format": "mixed-precision"}, "format='mixed-precision' is not"),
     ],
 )
