@@ -378,6 +378,21 @@ def test_runners_have_a_plan_and_a_module(name):
     assert callable(importlib.import_module(f"{RUNNERS[name]}.runner").load)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+    ],
+)
+def test_nvfp4_weights_run_in_the_native_runner_only(settings):
+    config = {**LLAMA, "quantization_config": settings}
+    assert choose_runner(EngineConfig(), ModelTraits(config)).name == "native"
+    message = r"transformers cannot read NVFP4 weights .*; use runner='native'; runner='torch'"
+    with pytest.raises(ModelFormatError, match=message):
+        choose_runner(EngineConfig(runner="torch"), ModelTraits(config))
+
+
 def test_choosing_a_runner_imports_nothing_heavy():
     script = (
         "import sys\n"

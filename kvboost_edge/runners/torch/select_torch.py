@@ -11,6 +11,7 @@ from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import install_extra
 from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
+from kvboost_edge.models.config.quant_config import NVFP4_METHODS
 from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 
@@ -54,18 +55,23 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Return why the model (ONNX, bidirectional or recurrent) is unsupported, or None."""
+    """Return why the model (ONNX, bidirectional, recurrent or NVFP4) is unsupported, or None."""
     # Loading the model shows other limits of transformers.
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
     if attends_both_ways(model.config):
         return BOTH_WAYS
+    method = _quant_method(model.config)
+    if method in NVFP4_METHODS:
+        return (
+            f"transformers cannot read NVFP4 weights (quant_method={method!r}); use runner='native'"
+        )
     return KEEPS_STATES if may_keep_states(model.config) else None
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
     """Return "needs ..." if a package must be installed to load this model, or None."""
-    method = str((model_config.get("quantization_config") or {}).get("quant_method"))
+    method = _quant_method(model_config)
     for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(package) is None:
             how = (
@@ -75,6 +81,10 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
             )
             return f"needs {package}, which is not installed; {how}"
     return None
+
+
+def _quant_method(model_config: Mapping[str, Any]) -> str:
+    return str((model_config.get("quantization_config") or {}).get("quant_method"))
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
