@@ -338,8 +338,8 @@ FAULTS = faults(
     ),
     (
         "nvfp4: multiplies by the factor of compressed-tensors",
-        "models/weights/nvfp4.py",
-        "1 / stored if self._divides else stored",
+        "models/weights/nvfp4_parts.py",
+        "1 / stored if divides else stored",
         "stored",
         "tests/models/weights/test_nvfp4.py",
     ),

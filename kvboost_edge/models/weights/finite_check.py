@@ -1,14 +1,17 @@
-"""Search for NaN and infinity in a tensor on disk, in one streaming pass over the exponent bits."""
+"""Search for NaN and infinity in a tensor on disk, in one streaming pass over its bits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DTYPE_BITS", "first_non_finite"]
+from kvboost_edge.models.weights.nvfp4_parts import bad_scales
+
+__all__ = ["DTYPE_BITS", "first_bad_scale", "first_non_finite"]
 
 # Element type and exponent bits, by dtype name in the file format.
 DTYPE_BITS: dict[str, int] = {
@@ -42,11 +45,39 @@ def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | Non
         return None
     kind, exponent = _EXPONENTS[dtype]
     mask = kind(exponent)
-    # Read into private buffers, because mapped pages would count as memory of this process.
-    chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
-    scratch = np.empty_like(chunk)
-    raw = chunk.data.cast("B")
+    scratch: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
     done = 0
+    for values in _chunks(path, kind, start, stop):
+        bits = np.bitwise_and(values, mask, out=scratch[: len(values)])
+        if bits.max() == mask:
+            return done + int(np.argmax(bits))
+        done += len(values)
+    return None
+
+
+def first_bad_scale(path: Path, start: int, stop: int) -> int | None:
+    """Return the index of the first NaN or negative NVFP4 scale in bytes [start, stop) of a file,
+    or None.
+
+    Raises:
+        OSError: the file ends early.
+    """
+    done = 0
+    for bits in _chunks(path, np.uint8, start, stop):
+        found = bad_scales(bits)
+        if found is not None:
+            return done + int(np.argmax(found))
+        done += len(bits)
+    return None
+
+
+def _chunks(
+    path: Path, kind: type[np.unsignedinteger], start: int, stop: int
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield the elements in bytes [start, stop) of a file, in views of one buffer."""
+    # Read into a private buffer, because mapped pages would count as memory of this process.
+    chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
+    raw = chunk.data.cast("B")
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while start < stop:
@@ -57,11 +88,5 @@ def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | Non
                 if not read:
                     raise OSError(f"the file ends {stop - start - filled} bytes early")
                 filled += read
-            values = chunk[: count // chunk.itemsize]
-            bits = scratch[: count // chunk.itemsize]
-            np.bitwise_and(values, mask, out=bits)
-            if bits.max() == mask:
-                return done + int(np.argmax(bits))
-            done += len(values)
+            yield chunk[: count // chunk.itemsize]
             start += count
-    return None

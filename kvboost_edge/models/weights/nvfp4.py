@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.config.quant_config import PackedLayout
-from kvboost_edge.models.weights.nvfp4_parts import UNUSED_SCALES
+from kvboost_edge.models.weights.nvfp4_parts import SCALE, UNUSED_SCALES, bad_scales, weight_factor
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows, WrappedSource
 
@@ -30,7 +30,6 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 _KIND = "nvfp4"
-_SCALE = ".weight_scale"
 _PER_SCALE = 16
 _GROUP = 32  # the inputs of a matrix must be a multiple of this
 # Half of each 8-bit float (E4M3) without a sign, by its bits; the last one is NaN.
@@ -64,12 +63,11 @@ class Nvfp4Source(WrappedSource):
         self._lock = threading.Lock()
         try:
             names = files.names()
-            modules = [name.removesuffix(_SCALE) for name in names if name.endswith(_SCALE)]
+            modules = [name.removesuffix(SCALE) for name in names if name.endswith(SCALE)]
             self._shapes = {f"{module}.weight": self._check(module) for module in sorted(modules)}
             if not modules and not may_be_float:
                 raise ModelFormatError(
-                    "quantization_config declares NVFP4 weights, but no tensor is named "
-                    f"'*{_SCALE}'"
+                    f"quantization_config declares NVFP4 weights, but no tensor is named '*{SCALE}'"
                 )
         except BaseException:
             files.__exit__(None, None, None)
@@ -79,7 +77,7 @@ class Nvfp4Source(WrappedSource):
         hidden = {
             _module(name) + part
             for name in self._shapes
-            for part in (_SCALE, self._codes_in, self._factor_in)
+            for part in (SCALE, self._codes_in, self._factor_in)
         }
         found = {name for name in self._files.names() if not name.endswith(UNUSED_SCALES)}
         return found - hidden | set(self._shapes)
@@ -112,10 +110,10 @@ class Nvfp4Source(WrappedSource):
             raise self._error(name, f"has {count} rows; rows {start} to {stop} are out of range")
         module = _module(name)
         packed = self._span(module + self._codes_in, "U8", start, stop, inputs // 2)
-        scales = self._span(module + _SCALE, "F8_E4M3", start, stop, inputs // _PER_SCALE)
-        if (scales & np.uint8(0x7F) == 0x7F).any() or (scales > 0x80).any():
+        scales = self._span(module + SCALE, "F8_E4M3", start, stop, inputs // _PER_SCALE)
+        if bad_scales(scales) is not None:
             raise self._error(
-                module + _SCALE,
+                module + SCALE,
                 f"has negative or NaN scales in rows {start} to {stop - 1}; the weights are "
                 "damaged",
             )
@@ -147,10 +145,10 @@ class Nvfp4Source(WrappedSource):
             raise self._error(
                 module + self._codes_in, f"has {inputs} inputs; they must be a multiple of {_GROUP}"
             )
-        scales = self._files.stored_shape(module + _SCALE, "F8_E4M3", 2)
+        scales = self._files.stored_shape(module + SCALE, "F8_E4M3", 2)
         if scales != (rows, inputs // _PER_SCALE):
             raise self._error(
-                module + _SCALE, f"has shape {scales}, expected {(rows, inputs // _PER_SCALE)}"
+                module + SCALE, f"has shape {scales}, expected {(rows, inputs // _PER_SCALE)}"
             )
         if self._files.shape(module + self._factor_in) not in ((), (1,)):
             raise self._error(
@@ -165,9 +163,14 @@ class Nvfp4Source(WrappedSource):
             if module not in self._factors:
                 name = module + self._factor_in
                 stored = self._files.scalar(name)
-                if not 0 < stored < np.inf:
-                    raise self._error(name, f"is {stored:g}, expected a positive number")
-                self._factors[module] = np.float32(1 / stored if self._divides else stored)
+                factor = weight_factor(stored, divides=self._divides)
+                if factor is None:
+                    raise self._error(
+                        name,
+                        f"is {stored:g}, expected a positive number that keeps weights finite; the "
+                        "weights are damaged",
+                    )
+                self._factors[module] = factor
             return self._factors[module]
 
     def _error(self, name: str, what: str) -> ModelFormatError:

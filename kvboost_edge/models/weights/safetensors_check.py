@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.host.processor import default_num_threads
-from kvboost_edge.models.weights.finite_check import DTYPE_BITS, first_non_finite
-from kvboost_edge.models.weights.nvfp4_parts import UNUSED_SCALES
+from kvboost_edge.models.config.quant_config import NVFP4_METHODS
+from kvboost_edge.models.weights.finite_check import DTYPE_BITS, first_bad_scale, first_non_finite
+from kvboost_edge.models.weights.nvfp4_parts import FACTORS, SCALE, UNUSED_SCALES, weight_factor
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.weight_source import WeightSummary
 
@@ -75,8 +78,8 @@ def check_weights(
     Args:
         model_dir: directory of the model.
         config: object in config.json.
-        check_finite: also search float tensors for NaN and infinity. If a file passes, this is
-            cached and the file is not searched again.
+        check_finite: also search float tensors for NaN and infinity, and the scales of NVFP4 for
+            damaged ones. If a file passes, this is cached and the file is not searched again.
         cache_dir: directory for cached results.
 
     Raises:
@@ -95,7 +98,9 @@ def check_weights(
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
     settings = config.get("quantization_config")
-    is_bitnet = isinstance(settings, Mapping) and settings.get("quant_method") == "bitnet"
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    is_bitnet = method == "bitnet"
+    is_nvfp4 = method in NVFP4_METHODS
     check_shapes(
         {
             name: (path, _unpacked_shape(entry, is_bitnet=is_bitnet))
@@ -114,6 +119,7 @@ def check_weights(
                     if where == path and not e.name.endswith(_NOT_READ)
                 ],
                 cache_dir,
+                is_nvfp4=is_nvfp4,
             )
     dtypes: dict[str, int] = {}
     for _, entry in entries.values():
@@ -321,19 +327,38 @@ def _check_index(model_dir: Path, entries: Mapping[str, tuple[Path, TensorEntry]
             )
 
 
-def _check_finite(path: Path, entries: list[TensorEntry], cache_dir: Path | None) -> None:
+def _check_finite(
+    path: Path, entries: list[TensorEntry], cache_dir: Path | None, *, is_nvfp4: bool
+) -> None:
+    key = "nvfp4" if is_nvfp4 else "finite"
     try:
         stamp = FileStamp.of(path)
-        if recall(stamp, cache_dir).get("finite") is True:
+        if recall(stamp, cache_dir).get(key) is True:
             return
         with ThreadPoolExecutor(default_num_threads()) as pool:
-            where = pool.map(lambda e: first_non_finite(path, e.dtype, e.start, e.stop), entries)
-            for entry, index in zip(entries, where, strict=True):
-                if index is not None:
+            damages = pool.map(lambda e: _damage(path, e, is_nvfp4=is_nvfp4), entries)
+            for entry, damage in zip(entries, damages, strict=True):
+                if damage:
                     raise ModelFormatError(
-                        f"{path}: tensor {entry.name!r} holds NaN or infinity (first at element "
-                        f"{index} of {_count(entry.shape)}); the weights are damaged"
+                        f"{path}: tensor {entry.name!r} {damage}; the weights are damaged"
                     )
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
-    remember(stamp, {"finite": True}, cache_dir)
+    remember(stamp, {key: True}, cache_dir)
+
+
+def _damage(path: Path, entry: TensorEntry, *, is_nvfp4: bool) -> str:
+    """Return which numbers of a tensor are damaged, or ""."""
+    what = "NaN or infinity"
+    index = first_non_finite(path, entry.dtype, entry.start, entry.stop)
+    if is_nvfp4 and entry.dtype == "F8_E4M3" and entry.name.endswith(SCALE):
+        what = "negative or NaN scales"
+        index = first_bad_scale(path, entry.start, entry.stop)
+    if index is not None:
+        return f"holds {what} (first at element {index} of {_count(entry.shape)})"
+    divides = next((FACTORS[end] for end in FACTORS if entry.name.endswith(end)), None)
+    if is_nvfp4 and divides is not None and entry.dtype == "F32" and _count(entry.shape) == 1:
+        stored = float(np.fromfile(path, "<f4", 1, offset=entry.start)[0])
+        if weight_factor(stored, divides=divides) is None:
+            return f"is {stored:g}, expected a positive number that keeps weights finite"
+    return ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.distance import distance
-from helpers.json_files import LEFT_OUT, change_json
+from helpers.json_files import LEFT_OUT, change_json, read_json
 from helpers.models.nvfp4_files import SETTINGS, make_nvfp4, parts_of, write_parts
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
@@ -147,24 +147,76 @@ def test_scales_of_activations_may_be_infinite(method, tmp_path):
         assert not source.names() & unused.keys()
 
 
+DAMAGED_FACTORS = [
+    ("modelopt", "weight_scale_2", 0.0),
+    ("modelopt", "weight_scale_2", -1.0),
+    ("modelopt", "weight_scale_2", 2e35),  # the largest weight, 2688 times the factor, is infinite
+    ("compressed-tensors", "weight_global_scale", 0.0),
+    ("compressed-tensors", "weight_global_scale", -0.5),
+    ("compressed-tensors", "weight_global_scale", 1e-39),
+]
+
+
+def _with_part(directory, method, part, dtype, values):
+    save_tiny_model("llama", directory, **SHAPES)
+    make_nvfp4(directory, method)
+    write_parts(directory, {**parts_of(directory), f"{DOWN}.{part}": (dtype, values)})
+    return Checkpoint.open(directory)
+
+
+def _read(checkpoint):
+    with checkpoint.open_source() as source:
+        source.quant_rows(f"{DOWN}.weight", 0, 16)
+
+
+@pytest.mark.parametrize("bits", [0x7F, 0xFF, 0x81])
+def test_damaged_scales_are_found_before_and_at_packing(bits, tmp_path):
+    scales = np.full((64, 6), bits, np.uint8)
+    checkpoint = _with_part(tmp_path, "modelopt", "weight_scale", "F8_E4M3", scales)
+    for check in (checkpoint.summary, lambda: _read(checkpoint)):
+        with pytest.raises(ModelFormatError, match=rf"{DOWN}.weight_scale' .*negative or NaN sca"):
+            check()
+
+
+def test_the_first_damaged_scale_is_named(tmp_path):
+    scales = np.full((64, 6), 0x7E, np.uint8)
+    scales[0] = 0x80  # zeros with a sign
+    scales[40, 3:] = (0x7F, 0x90, 0x7F)
+    checkpoint = _with_part(tmp_path, "modelopt", "weight_scale", "F8_E4M3", scales)
+    with pytest.raises(ModelFormatError, match="first at element 243 of 384"):
+        checkpoint.summary()
+    with checkpoint.open_source() as source:
+        source.quant_rows(f"{DOWN}.weight", 0, 40)
+
+
+def test_scales_are_checked_again_when_weights_become_nvfp4(tmp_path):
+    """The result of a check of the same file is cached."""
+    scales = np.full((64, 6), 0x7F, np.uint8)
+    _with_part(tmp_path, "modelopt", "weight_scale", "F8_E4M3", scales)
+    settings = read_json(tmp_path / "config.json")["quantization_config"]
+    change_json(tmp_path / "config.json", quantization_config=LEFT_OUT)
+    Checkpoint.open(tmp_path).summary()
+    change_json(tmp_path / "config.json", quantization_config=settings)
+    assert_raises(ModelFormatError, "NaN scales", Checkpoint.open(tmp_path).summary)
+
+
+@pytest.mark.parametrize(("method", "part", "value"), DAMAGED_FACTORS)
+def test_damaged_factors_are_found_before_and_at_packing(method, part, value, tmp_path):
+    checkpoint = _with_part(tmp_path, method, part, "F32", np.full(1, value, np.float32))
+    for check in (checkpoint.summary, lambda: _read(checkpoint)):
+        with pytest.raises(ModelFormatError, match=rf"{DOWN}.{part}' is .*expected a positive"):
+            check()
+
+
 @pytest.mark.parametrize(
     ("part", "dtype", "values", "message"),
     [
-        ("weight_scale", "F8_E4M3", np.full((64, 6), 0x7F, np.uint8), "negative or NaN scales"),
-        ("weight_scale", "F8_E4M3", np.full((64, 6), 0x81, np.uint8), "negative or NaN scales"),
         ("weight_scale", "F8_E4M3", np.ones((64, 5), np.uint8), r"\(64, 5\), expected \(64, 6\)"),
         ("weight_scale", "U8", np.ones((64, 6), np.uint8), "U8 .* expected F8_E4M3"),
         ("weight_scale_2", "F32", np.ones(2, np.float32), "expected one number"),
-        ("weight_scale_2", "F32", np.zeros(1, np.float32), "is 0, expected a positive number"),
     ],
 )
-def test_damaged_parts_are_refused_by_name(part, dtype, values, message, tmp_path):
-    save_tiny_model("llama", tmp_path, **SHAPES)
-    make_nvfp4(tmp_path, "modelopt")
-    write_parts(tmp_path, {**parts_of(tmp_path), f"{DOWN}.{part}": (dtype, values)})
-    checkpoint = Checkpoint.open(tmp_path)
-    with (
-        pytest.raises(ModelFormatError, match=rf"{DOWN}.{part}' .*{message}"),
-        checkpoint.open_source() as source,
-    ):
-        source.quant_rows(f"{DOWN}.weight", 0, 16)
+def test_mismatched_parts_are_refused_by_name(part, dtype, values, message, tmp_path):
+    checkpoint = _with_part(tmp_path, "modelopt", part, dtype, values)
+    with pytest.raises(ModelFormatError, match=rf"{DOWN}.{part}' .*{message}"):
+        _read(checkpoint)
