@@ -122,7 +122,10 @@ def check_weights(
                 is_nvfp4=is_nvfp4,
             )
     dtypes: dict[str, int] = {}
+    scales = (SCALE, *FACTORS, *UNUSED_SCALES) if is_nvfp4 else ()
     for _, entry in entries.values():
+        if entry.name.endswith(scales):
+            continue  # not a parameter
         each = _BITNET_ROWS if is_bitnet and _packing(entry) == _WHOLE else None
         count = _count(entry.shape) * (each or _PACKED.get(_packing(entry), 1))
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count

@@ -140,7 +140,7 @@ class WeightSummary:
     Attributes:
         files: paths of the files.
         num_params: number of parameters.
-        nbytes: bytes of tensor data.
+        nbytes: bytes of tensor data, including scales.
         dtypes: number of parameters of each stored type.
     """
 

@@ -25,13 +25,16 @@ DOWN = "model.layers.0.mlp.down_proj"
 @pytest.mark.parametrize("method", SETTINGS)
 def test_rows_equal_the_quantized_values(method, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
-    num_params = Checkpoint.open(tmp_path).summary().num_params
+    before = Checkpoint.open(tmp_path).summary()
     known = make_nvfp4(tmp_path, method)
     checkpoint = Checkpoint.open(tmp_path)
     assert checkpoint.format == f"safetensors {method}"
     assert checkpoint.is_quantized
-    scales = sum(values.size // 16 + 2 for values in known.values())
-    assert checkpoint.summary().num_params == num_params + scales
+    summary = checkpoint.summary()
+    packed = sum(values.size for values in known.values())
+    assert summary.num_params == before.num_params
+    assert summary.dtypes == {"F32": before.num_params - packed, "U8": packed}
+    assert summary.nbytes == 4 * (before.num_params - packed) + packed * 9 // 16 + 8 * len(known)
     with checkpoint.open_source() as source:
         assert not any("scale" in name or "packed" in name for name in source.names())
         for name, values in known.items():
