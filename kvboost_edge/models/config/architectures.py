@@ -303,7 +303,7 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         try:
             packed_layout(config)
         except ModelFormatError as error:
-            yield (f"its quantization is not supported ({error}); use the float checkpoint")
+            yield f"its quantization is not supported: {error}"
     if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get(
         "is_causal"
     ) is False:

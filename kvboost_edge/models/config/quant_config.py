@@ -20,6 +20,7 @@ NVFP4_METHODS = {
     "compressed-tensors": ("format", ("nvfp4-pack-quantized",)),
 }
 """Methods of NVFP4 checkpoints, with the setting that declares NVFP4 and its values."""
+_INSTEAD = "use a GGUF file or the float checkpoint of this model"
 _METHODS = ("awq", "gptq", "mxfp4", "bitnet", *NVFP4_METHODS)
 
 
@@ -57,7 +58,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     if method not in _METHODS:
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not supported by the native runner "
-            f"(supported: {', '.join(_METHODS)})"
+            f"(supported: {', '.join(_METHODS)}); {_INSTEAD}"
         )
     of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
     if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
@@ -84,8 +85,8 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
         or group_size % GROUP
     ):
         raise ModelFormatError(
-            f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}; -1 is not "
-            "supported"
+            f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}, and -1 is "
+            f"not supported; {_INSTEAD}"
         )
     if method == "awq":
         _allow(settings, "version", (None, "gemm", "GEMM"))
@@ -122,6 +123,24 @@ def _bitnet_layout(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Pa
 def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:
     if settings.get(key) not in allowed:
         known = ", ".join(repr(value) for value in allowed if value not in (None, ""))
+        mixed = _layer_formats(settings)
         raise ModelFormatError(
-            f"quantization_config: {key}={settings.get(key)!r} is not supported; supported: {known}"
+            f"quantization_config: {key}={settings.get(key)!r} is not supported"
+            f"{f' (its layers have {mixed})' if mixed else ''}; supported: {known}; {_INSTEAD}"
         )
+
+
+def _layer_formats(settings: Mapping[str, Any]) -> str:
+    """Return the formats that a mixture lists for its layers, or ""."""
+    lists = (
+        (settings.get("quantized_layers"), "quant_algo"),
+        (settings.get("config_groups"), "format"),
+    )
+    found = {
+        str(one[key])
+        for layers, key in lists
+        if isinstance(layers, Mapping)
+        for one in layers.values()
+        if isinstance(one, Mapping) and one.get(key)
+    }
+    return ", ".join(sorted(found))

@@ -122,6 +122,31 @@ def test_damaged_settings_in_modelopts_file_are_refused(tmp_path):
             "quant_algo='FP8' is not supported; supported: 'NVFP4', 'W4A16_NVFP4', 'NVFP4_W4A16'",
         ),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ' is not supported"),
+        (
+            "modelopt",
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                    "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"},
+                },
+            },
+            r"quant_algo='MIXED_PRECISION' is not supported \(its layers have FP8, NVFP4\); supp.*"
+            "; use a GGUF file or the float checkpoint of this model",
+        ),
+        (
+            "compressed-tensors",
+            {
+                "format": "mixed-precision",
+                "config_groups": {
+                    "group_0": {"format": "nvfp4-pack-quantized"},
+                    "group_1": {"format": "float-quantized"},
+                },
+            },
+            r"format='mixed-precision' .*\(its layers have float-quantized, nvfp4-pack-quantized\)"
+            ".* use a GGUF file",
+        ),
         ("compressed-tensors", {"format": "mixed-precision"}, "format='mixed-precision' is not"),
     ],
 )
