@@ -21,6 +21,7 @@ NVFP4_METHODS = {
 }
 """Methods of NVFP4 checkpoints, with the setting that declares NVFP4 and its values."""
 _INSTEAD = "use a GGUF file or the float checkpoint of this model"
+_WEIGHT_PLACES = ("weight_input", "weight_output")  # locations in `transform_config`
 _METHODS = ("awq", "gptq", "mxfp4", "bitnet", *NVFP4_METHODS)
 
 
@@ -74,6 +75,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
         return _bitnet_layout(config, settings)
     if method in NVFP4_METHODS:
         _allow(settings, *NVFP4_METHODS[method])
+        _check_rotations(settings.get("transform_config"))
         return PackedLayout("nvfp4", 16, 0, divides=method == "compressed-tensors")
     _allow(settings, "bits" if "bits" in settings else "w_bit", (4,))
     key = "group_size" if "group_size" in settings else "q_group_size"
@@ -118,6 +120,34 @@ def _bitnet_layout(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Pa
                 "('offline')"
             )
     return PackedLayout("bitnet", GROUP, 0, divides, is_online)
+
+
+def _check_rotations(transforms: Any) -> None:
+    """Check that `transform_config` of compressed-tensors rotates weights only.
+
+    Rotated weights are stored as such, but activations must be rotated when they are computed.
+    """
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    if not isinstance(groups, Mapping):
+        return
+    found = [str(name) for name, group in groups.items() if not _is_in_weights(group)]
+    if found:
+        raise ModelFormatError(
+            f"quantization_config: transform_config has rotations of activations "
+            f"({', '.join(found)}), which are not supported; {_INSTEAD}"
+        )
+
+
+def _is_in_weights(group: Any) -> bool:
+    places = group.get("apply") if isinstance(group, Mapping) else None
+    return (
+        isinstance(places, list)
+        and bool(places)
+        and all(
+            isinstance(place, Mapping) and place.get("location") in _WEIGHT_PLACES
+            for place in places
+        )
+    )
 
 
 def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> None:

@@ -47,6 +47,45 @@ def test_rows_equal_the_quantized_values(method, tmp_path):
     assert distance(*logits_in_any_pass(tmp_path)) <= 5e-2
 
 
+def _rotations(**apply):
+    """Return a transform config of compressed-tensors with the places of each group."""
+    groups = {
+        name: {
+            "type": "hadamard",
+            "apply": [{"targets": ["Linear"], "location": place} for place in places],
+        }
+        for name, places in apply.items()
+    }
+    return {"config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("transforms", "message"),
+    [
+        (_rotations(R1=["weight_input"], R4=["weight_input", "input"]), r"activations \(R4\)"),
+        (_rotations(R3=["q_attn", "k_cache"], R4=["output"]), r"activations \(R3, R4\)"),
+        ({"config_groups": {"v": {"type": "hadamard"}}}, r"activations \(v\)"),
+    ],
+)
+def test_rotations_of_activations_are_refused_by_name(transforms, message, tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    make_nvfp4(tmp_path, "compressed-tensors", transform_config=transforms)
+    refusal = f"transform_config .* {message}, .*use a GGUF file or the float checkpoint"
+    assert_raises(ModelFormatError, refusal, spec_of, tmp_path)
+    assert_raises(ModelFormatError, refusal, Checkpoint.open(tmp_path).open_source)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [None, {}, {"config_groups": {}}, _rotations(R1=["weight_input", "weight_output"])],
+)
+def test_rotations_inside_the_weights_are_accepted(transforms, tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    make_nvfp4(tmp_path, "compressed-tensors", transform_config=transforms)
+    with Checkpoint.open(tmp_path).open_source() as source:
+        assert source.kind(f"{DOWN}.weight") == "nvfp4"
+
+
 @pytest.mark.parametrize("algorithm", ["W4A16_NVFP4", "NVFP4_W4A16"])
 def test_weights_without_scales_of_activations_are_read(algorithm, tmp_path):
     save_tiny_model("llama", tmp_path, **SHAPES)
