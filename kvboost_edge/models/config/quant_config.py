@@ -9,7 +9,7 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.registry import FAMILIES
 
-__all__ = ["GROUP", "NVFP4_METHODS", "PackedLayout", "packed_layout"]
+__all__ = ["GROUP", "INSTEAD", "NVFP4_METHODS", "PackedLayout", "packed_layout"]
 
 GROUP = 32
 """Inputs per scale in the packed formats. The group size of a checkpoint must be a multiple of it.
@@ -20,7 +20,10 @@ NVFP4_METHODS = {
     "compressed-tensors": ("format", ("nvfp4-pack-quantized",)),
 }
 """Methods of NVFP4 checkpoints, with the setting that declares NVFP4 and its values."""
-_INSTEAD = "use a GGUF file or the float checkpoint of this model"
+
+INSTEAD = "use a GGUF file or the float checkpoint of this model"
+"""Advice in messages about quantized checkpoints that are not supported."""
+
 _WEIGHT_PLACES = ("weight_input", "weight_output")  # locations in `transform_config`
 _METHODS = ("awq", "gptq", "mxfp4", "bitnet", *NVFP4_METHODS)
 
@@ -59,7 +62,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     if method not in _METHODS:
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not supported by the native runner "
-            f"(supported: {', '.join(_METHODS)}); {_INSTEAD}"
+            f"(supported: {', '.join(_METHODS)}); {INSTEAD}"
         )
     of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
     if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
@@ -88,7 +91,7 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
     ):
         raise ModelFormatError(
             f"quantization_config: {key}={group_size!r} must be a multiple of {GROUP}, and -1 is "
-            f"not supported; {_INSTEAD}"
+            f"not supported; {INSTEAD}"
         )
     if method == "awq":
         _allow(settings, "version", (None, "gemm", "GEMM"))
@@ -134,7 +137,7 @@ def _check_rotations(transforms: Any) -> None:
     if found:
         raise ModelFormatError(
             f"quantization_config: transform_config has rotations of activations "
-            f"({', '.join(found)}), which are not supported; {_INSTEAD}"
+            f"({', '.join(found)}), which are not supported; {INSTEAD}"
         )
 
 
@@ -156,7 +159,7 @@ def _allow(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> N
         mixed = _layer_formats(settings)
         raise ModelFormatError(
             f"quantization_config: {key}={settings.get(key)!r} is not supported"
-            f"{f' (its layers have {mixed})' if mixed else ''}; supported: {known}; {_INSTEAD}"
+            f"{f' (its layers have {mixed})' if mixed else ''}; supported: {known}; {INSTEAD}"
         )
 
 

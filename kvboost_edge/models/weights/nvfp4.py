@@ -12,6 +12,7 @@ Scales of activations and of a KV cache are not used.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weight_formats import E2M1
-from kvboost_edge.models.config.quant_config import PackedLayout
+from kvboost_edge.models.config.quant_config import INSTEAD, PackedLayout
 from kvboost_edge.models.weights.nvfp4_parts import SCALE, UNUSED_SCALES, bad_scales, weight_factor
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.split_experts import expert_rows
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows, WrappedSource
 
 __all__ = ["Nvfp4Source"]
@@ -31,6 +33,9 @@ Bytes = npt.NDArray[np.uint8]
 
 _KIND = "nvfp4"
 _PER_SCALE = 16
+# Endings of scales of a tensor with all experts, and a shape that such a tensor may have.
+_OF_FUSED = ("_weight_scale", SCALE)
+_FUSED_SHAPE = (1, 2, 1)
 _GROUP = 32  # the inputs of a matrix must be a multiple of this
 # Half of each 8-bit float (E4M3) without a sign, by its bits; the last one is NaN.
 _HALF_SCALES = (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16) * np.float16(128)
@@ -64,10 +69,13 @@ class Nvfp4Source(WrappedSource):
         try:
             names = files.names()
             modules = [name.removesuffix(SCALE) for name in names if name.endswith(SCALE)]
+            self._refuse_fused(names)
             self._shapes = {f"{module}.weight": self._check(module) for module in sorted(modules)}
             if not modules and not may_be_float:
+                directory = files.file_of(min(names)).parent
                 raise ModelFormatError(
-                    f"quantization_config declares NVFP4 weights, but no tensor is named '*{SCALE}'"
+                    f"{directory}: quantization_config declares NVFP4 weights, but no tensor is "
+                    f"named '*{SCALE}'; if the weights are floats, remove quantization_config"
                 )
         except BaseException:
             files.__exit__(None, None, None)
@@ -137,13 +145,25 @@ class Nvfp4Source(WrappedSource):
         )
         return found.reshape(stop - start, width)
 
+    def _refuse_fused(self, names: Iterable[str]) -> None:
+        """Refuse tensors that contain the scales of all experts of a layer."""
+        for name in names:
+            module = next((name.removesuffix(end) for end in _OF_FUSED if name.endswith(end)), "")
+            if module and expert_rows(f"{module}.weight", _FUSED_SHAPE):
+                raise self._error(
+                    name,
+                    "has the scales of all experts; NVFP4 experts must be stored one by one, with "
+                    f"names such as 'experts.0.down_proj{SCALE}'; {INSTEAD}",
+                )
+
     def _check(self, module: str) -> tuple[int, int]:
         """Check that the parts of a matrix match, and return its shape."""
         rows, pairs = self._files.stored_shape(module + self._codes_in, "U8", 2)
         inputs = 2 * pairs
         if inputs % _GROUP:
             raise self._error(
-                module + self._codes_in, f"has {inputs} inputs; they must be a multiple of {_GROUP}"
+                module + self._codes_in,
+                f"has {inputs} inputs; they must be a multiple of {_GROUP}; {INSTEAD}",
             )
         scales = self._files.stored_shape(module + SCALE, "F8_E4M3", 2)
         if scales != (rows, inputs // _PER_SCALE):

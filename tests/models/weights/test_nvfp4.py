@@ -287,3 +287,48 @@ def test_mismatched_parts_are_refused_by_name(part, dtype, values, message, tmp_
     checkpoint = _with_part(tmp_path, "modelopt", part, dtype, values)
     with pytest.raises(ModelFormatError, match=rf"{DOWN}.{part}' .*{message}"):
         _read(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        "mlp.experts.gate_up_proj_weight_scale",
+        "mlp.experts.down_proj.weight_scale",
+        "block_sparse_moe.input_linear.weight_scale",
+    ],
+)
+def test_scales_of_all_experts_in_one_tensor_are_refused(scales, tmp_path):
+    name = f"model.layers.0.{scales}"
+    codes = name.removesuffix("_weight_scale").removesuffix(".weight_scale")
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    make_nvfp4(tmp_path, "modelopt")
+    fused = {
+        codes: ("U8", np.ones((3, 8, 32), np.uint8)),
+        name: ("F8_E4M3", np.ones((3, 8, 4), np.uint8)),
+    }
+    write_parts(tmp_path, {**parts_of(tmp_path), **fused})
+    message = (
+        f"model.safetensors: tensor {name!r} has the scales of all experts; NVFP4 experts must be "
+        "stored one by one.* use a GGUF file or the float checkpoint"
+    )
+    assert_raises(ModelFormatError, message, Checkpoint.open(tmp_path).open_source)
+
+
+def test_an_unsupported_number_of_inputs_is_refused_with_advice(tmp_path):
+    checkpoint = _with_part(tmp_path, "modelopt", "weight", "U8", np.ones((64, 40), np.uint8))
+    message = (
+        f"model.safetensors: tensor '{DOWN}.weight' has 80 inputs; they must be a multiple of 32; "
+        "use a GGUF file or the float checkpoint"
+    )
+    assert_raises(ModelFormatError, message, checkpoint.open_source)
+
+
+def test_weights_that_are_floats_are_refused_with_the_directory(tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    change_json(tmp_path / "config.json", quantization_config=settings)
+    message = (
+        f"{tmp_path}: quantization_config declares NVFP4 weights, but no tensor is named "
+        r"'\*.weight_scale'; .* remove quantization_config"
+    )
+    assert_raises(ModelFormatError, message, Checkpoint.open(tmp_path).open_source)
