@@ -44,6 +44,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.weights import mxfp4
+from kvboost_edge.models.weights.nvfp4_parts import HALF_SCALES
 from kvboost_edge.models.weights.weight_source import QuantRows
 
 __all__ = [
@@ -84,9 +85,6 @@ _TWOS_OF = (
 _DIGITS = np.stack(
     [(_BYTES * np.uint8(3**n)).astype(np.uint16) * np.uint16(3) >> np.uint16(8) for n in range(5)]
 ).astype(np.uint8)
-# Half of each 8-bit float, by its bits. llama.cpp ignores the sign, and takes the NaN for 0.
-_FLOAT8 = (np.arange(256, dtype=np.uint16) << np.uint16(7) & np.uint16(0x3FFF)).view(np.float16)
-_FLOAT8 = np.where(_BYTES == 0x7F, np.float16(0), _FLOAT8 * np.float16(2**7)).astype(np.float16)
 _SCATTERED = (49, 51, 53, 55)  # place of the float16 of IQ1_M
 _NL = np.array(
     (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
@@ -480,7 +478,7 @@ def _nvfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
     both[:, :, 0] = words
     np.right_shift(words, np.uint64(4), out=both[:, :, 1])
     both &= _LOW
-    return both.view(np.uint8).reshape(len(blocks), 64), np.take(_FLOAT8, blocks[:, :4]), None
+    return both.view(np.uint8).reshape(len(blocks), 64), np.take(HALF_SCALES, blocks[:, :4]), None
 
 
 def _nvfp4(blocks: Bytes) -> Floats:

@@ -21,7 +21,13 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.config.quant_config import INSTEAD, PackedLayout
-from kvboost_edge.models.weights.nvfp4_parts import SCALE, UNUSED_SCALES, bad_scales, weight_factor
+from kvboost_edge.models.weights.nvfp4_parts import (
+    HALF_SCALES,
+    SCALE,
+    UNUSED_SCALES,
+    bad_scales,
+    weight_factor,
+)
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.split_experts import expert_rows
 from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows, WrappedSource
@@ -37,8 +43,6 @@ _PER_SCALE = 16
 _OF_FUSED = ("_weight_scale", SCALE)
 _FUSED_SHAPE = (1, 2, 1)
 _GROUP = 32  # the inputs of a matrix must be a multiple of this
-# Half of each 8-bit float (E4M3) without a sign, by its bits; the last one is NaN.
-_HALF_SCALES = (np.arange(128, dtype=np.uint16) << np.uint16(7)).view(np.float16) * np.float16(128)
 
 
 class Nvfp4Source(WrappedSource):
@@ -126,7 +130,7 @@ class Nvfp4Source(WrappedSource):
                 "damaged",
             )
         codes = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
-        halves = np.take(_HALF_SCALES, scales & np.uint8(0x7F))
+        halves = np.take(HALF_SCALES, scales)
         factor = float(self._factor_of(module))
         return QuantRows(_KIND, codes.reshape(stop - start, inputs), halves, factor=factor)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FACTORS", "SCALE", "UNUSED_SCALES", "bad_scales", "weight_factor"]
+__all__ = ["FACTORS", "HALF_SCALES", "SCALE", "UNUSED_SCALES", "bad_scales", "weight_factor"]
 
 SCALE = ".weight_scale"
 """Ending of the block scales of a matrix."""
@@ -22,6 +22,13 @@ UNUSED_SCALES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 They may be infinite, for example those of experts that calibration never reached.
 """
+
+_BITS = np.arange(256, dtype=np.uint8)
+_HALVES = (_BITS.astype(np.uint16) << np.uint16(7) & np.uint16(0x3FFF)).view(np.float16)
+HALF_SCALES: npt.NDArray[np.float16] = np.where(
+    _BITS == 0x7F, np.float16(0), _HALVES * np.float16(2**7)
+)
+"""Half of each block scale, by its bits. As in llama.cpp, the sign is ignored and NaN is 0."""
 
 _NAN = np.uint8(0x7F)
 _MINUS_ZERO = np.uint8(0x80)
