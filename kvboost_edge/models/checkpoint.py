@@ -20,7 +20,7 @@ from kvboost_edge.models.config.json_readers import (
 from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_mtp
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
-from kvboost_edge.models.config.quant_config import packed_layout
+from kvboost_edge.models.config.quant_config import format_name, packed_layout
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.fingerprint import (
@@ -382,9 +382,7 @@ class _Directory(Checkpoint):
     def format(self) -> str:
         quantized = self.config.get("quantization_config")
         kind = (
-            quantized.get("quant_method")
-            if isinstance(quantized, Mapping)
-            else stored_dtype(self.config)
+            format_name(quantized) if isinstance(quantized, Mapping) else stored_dtype(self.config)
         )
         return f"safetensors {kind or 'float32'}"
 

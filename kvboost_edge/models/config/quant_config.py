@@ -9,10 +9,12 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.registry import FAMILIES
 
-__all__ = ["GROUP", "INSTEAD", "NVFP4_METHODS", "PackedLayout", "packed_layout"]
+__all__ = ["GROUP", "INSTEAD", "NVFP4_METHODS", "PackedLayout", "format_name", "packed_layout"]
 
 GROUP = 32
-"""Inputs per scale in the packed formats. The group size of a checkpoint must be a multiple of it.
+"""Inputs per scale in the packed formats of AWQ, GPTQ and MXFP4.
+
+The group size of an AWQ or GPTQ checkpoint must be a multiple of it.
 """
 
 NVFP4_METHODS = {
@@ -45,6 +47,15 @@ class PackedLayout:
     zero_offset: int
     divides: bool = False
     is_online: bool = False
+
+
+def format_name(settings: Mapping[str, Any]) -> str:
+    """Return the format of a quantization config for display, such as "awq" or "modelopt NVFP4"."""
+    method = str(settings.get("quant_method") or "")
+    if method not in NVFP4_METHODS:
+        return method
+    key, values = NVFP4_METHODS[method]
+    return f"{method} {'NVFP4' if settings.get(key) in values else settings.get(key)}"
 
 
 def packed_layout(config: Mapping[str, Any]) -> PackedLayout:

@@ -98,7 +98,7 @@ def check_weights(
             entries[entry.name] = (path, entry)
     _check_index(directory, entries)
     settings = config.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    method = str(settings.get("quant_method")) if isinstance(settings, Mapping) else ""
     is_bitnet = method == "bitnet"
     is_nvfp4 = method in NVFP4_METHODS
     check_shapes(

@@ -28,7 +28,7 @@ def test_rows_equal_the_quantized_values(method, tmp_path):
     before = Checkpoint.open(tmp_path).summary()
     known = make_nvfp4(tmp_path, method)
     checkpoint = Checkpoint.open(tmp_path)
-    assert checkpoint.format == f"safetensors {method}"
+    assert checkpoint.format == f"safetensors {method} NVFP4"
     assert checkpoint.is_quantized
     summary = checkpoint.summary()
     packed = sum(values.size for values in known.values())
@@ -123,9 +123,11 @@ def test_the_settings_may_be_in_modelopts_own_file(tmp_path):
     assert checkpoint.config["quantization_config"]["quant_method"] == "modelopt"
     with checkpoint.open_source() as source:
         assert {name for name in source.names() if source.kind(name) == "nvfp4"} == known.keys()
+    assert checkpoint.format == "safetensors modelopt NVFP4"
     before = checkpoint.fingerprint()
     _move_settings(tmp_path, quant_algo="FP8")
     assert Checkpoint.open(tmp_path).fingerprint() != before
+    assert Checkpoint.open(tmp_path).format == "safetensors modelopt FP8"
     assert_raises(
         ModelFormatError, "quant_algo='FP8' is not supported", Checkpoint.open(tmp_path).open_source
     )
