@@ -47,6 +47,14 @@ def test_rows_equal_the_quantized_values(method, tmp_path):
     assert distance(*logits_in_any_pass(tmp_path)) <= 5e-2
 
 
+def test_a_float_among_joined_matrices_makes_all_of_them_int8(tmp_path):
+    save_tiny_model("llama", tmp_path, **SHAPES)
+    make_nvfp4(tmp_path, "modelopt", floats="model.layers.0.self_attn.v_proj")
+    plan = {entry.name: entry.kind for entry in Checkpoint.open(tmp_path).plan("auto")}
+    assert plan["layer0.qkv"] == "int8"
+    assert plan["layer0.gate_up"] == plan["layer0.down"] == "nvfp4"
+
+
 def _rotations(**apply):
     """Return a transform config of compressed-tensors with the places of each group."""
     groups = {
