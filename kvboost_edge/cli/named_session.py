@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvboost_edge.cli.render import tokens_words
 from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.shareable import shareable_end
 from kvboost_edge.tiers.disk.session_records import Session, SessionStore
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class LocalSession:
             self._model,
             ids,
             {"messages": messages},
+            num_shareable=shareable_end(engine.config, len(ids)),
             block_size=engine.config.block_size,
             block_bytes=spec.bytes_per_block,
             state_bytes=spec.bytes_per_state,

@@ -50,6 +50,7 @@ from kvboost_edge.models.locate import BUNDLED_MODEL
 from kvboost_edge.options import as_int, option_of
 from kvboost_edge.reuse.quality_verdict import Verdict
 from kvboost_edge.runners.base import RunnerInfo
+from kvboost_edge.shareable import shareable_end
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["CPUPagedEngine", "TellsResidency"]
@@ -539,7 +540,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._builder.token_ids(prompt, terms)
         with self._core.reading():
-            return self._parts.manager.pins.end(token_ids, self._builder.root(terms))
+            return self._parts.manager.pins.end(
+                token_ids[: shareable_end(self._config, len(token_ids))],
+                self._builder.root(terms),
+            )
 
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
@@ -553,7 +557,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             # The last token of a prompt is never served from the cache, so look up one extra token.
             servable = self._parts.manager.peek((*token_ids, 0), root)
         config = self._config
-        return WarmResult.of(servable, len(token_ids), config.chunk_tokens, config.block_size)
+        return WarmResult.of(
+            servable,
+            len(token_ids),
+            config.chunk_tokens,
+            config.block_size,
+            shareable_end(config, len(token_ids)),
+        )
 
     warm_chunks = warm
 

@@ -16,7 +16,6 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import (
-    ALL_TOKENS,
     Request,
     RequestArrival,
     RequestFeature,
@@ -25,20 +24,11 @@ from kvboost_edge.engine.request.request import (
     resolve_sampling,
 )
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.sparse_prefill import sparse_end
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
+from kvboost_edge.shareable import shareable_end
 
-__all__ = ["RequestBuilder", "Seeds", "shareable_end"]
-
-
-def shareable_end(config: EngineConfig, num_prompt_tokens: int) -> int:
-    """Return `Request.num_shareable` of a prompt."""
-    if config.prefill == "sparse":
-        return sparse_end(num_prompt_tokens, config.block_size)
-    if config.arithmetic == "wide":
-        return (num_prompt_tokens - 1) // config.block_size * config.block_size
-    return ALL_TOKENS
+__all__ = ["RequestBuilder", "Seeds"]
 
 
 class Seeds:

@@ -1,43 +1,32 @@
-"""Sparse prefill: which prompt tokens attend to selected blocks only, and which KV is shared.
+"""Sparse prefill: which prompt tokens attend to selected blocks only.
 
 The queries of the sparse range of a prompt attend to selected blocks (kernels/attention/
 block_selection.py). All other queries attend to all tokens: those before `FIRST_POSITION`, the last
 `DENSE_TAIL` tokens of the prompt or a few more, and all generated tokens.
 
 A selection depends on a whole group of queries, so a step never cuts a group. Where the range ends
-depends on the prompt's length. KV of tokens after the range therefore stays out of the prefix
-cache, from position `FIRST_POSITION` on. The KV of a cached block, and so every answer, then
-depends on the tokens alone, not on what is cached.
+depends on the prompt's length. KV of tokens after the range is therefore not shared, see
+`shareable_end`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvboost_edge import shareable
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Prefill
 from kvboost_edge.segments import GROUP_TOKENS
 
-__all__ = ["DENSE_TAIL", "FIRST_POSITION", "SparsePrefill", "prefill_of", "sparse_end"]
-
-FIRST_POSITION = 8192
-"""First position whose query may attend to selected blocks; a multiple of every block size."""
-DENSE_TAIL = 128
-"""Tokens at the end of a prompt that attend to all tokens."""
-
-
-def sparse_end(num_prompt_tokens: int, block_size: int) -> int:
-    """Return the end of a prompt's sparse range: `FIRST_POSITION` if the range is empty."""
-    end = (num_prompt_tokens - DENSE_TAIL) // block_size * block_size
-    return max(FIRST_POSITION, end)
+__all__ = ["SparsePrefill", "prefill_of"]
 
 
 class SparsePrefill(Prefill):
     """The sparse prefill of one sequence."""
 
     def __init__(self, request: Request) -> None:
-        self.sparse_range = FIRST_POSITION, request.num_shareable
+        self.sparse_range = shareable.FIRST_POSITION, request.num_shareable
 
     def group_start(self, position: int) -> int:
         """Return the start of the position's group."""

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine import sparse_prefill
+from kvboost_edge import CPUPagedEngine, shareable
 from kvboost_edge.errors import ConfigError, RequestError
 
 FIRST = 512
@@ -26,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def early_start(monkeypatch):
-    monkeypatch.setattr(sparse_prefill, "FIRST_POSITION", FIRST)
+    monkeypatch.setattr(shareable, "FIRST_POSITION", FIRST)
 
 
 def engine(model, **options):
@@ -49,7 +48,7 @@ def test_chunks_batches_and_cached_prefixes_change_no_bit(model, bits):
         # The range of this prompt ends at 560. Its last tokens are not shared.
         continued = cold.generate(TEXT, **GREEDY)
     assert alone.cached_tokens == 0
-    assert again.cached_tokens == sparse_prefill.sparse_end(len(TEXT), 16) == 768
+    assert again.cached_tokens == shareable.sparse_end(len(TEXT), 16) == 768
     assert continued.cached_tokens == 560
     with engine(model, kv_cache_bits=bits, max_batch_tokens=40, max_num_seqs=3) as small:
         handles = [small.submit(ids, **GREEDY) for ids in (OTHER, TEXT, TEXT[:40])]

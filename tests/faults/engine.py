@@ -32,9 +32,9 @@ FAULTS = (
     ),
     fault(
         "computes the last block of a prompt in wide arithmetic",
-        "engine/request_builder.py",
-        "return (num_prompt_tokens - 1) //",
-        "return (num_prompt_tokens + 15) //",
+        "shareable.py",
+        "max(0, num_prompt_tokens - 1) //",
+        "max(0, num_prompt_tokens + 15) //",
         "tests/engine/test_wide_arithmetic.py",
     ),
     fault(
@@ -149,6 +149,20 @@ FAULTS = (
         "return position // GROUP_TOKENS * GROUP_TOKENS",
         "return position",
         *_SPARSE_PREFILL,
+    ),
+    fault(
+        "pins end at tokens whose KV is not shared",
+        "engine/schedule/retention.py",
+        "ids = shareable[:num_tokens]",
+        "ids = request.prompt_ids[:num_tokens]",
+        "tests/engine/test_shareable.py",
+    ),
+    fault(
+        "unpins only prompts whose KV is shared to the end",
+        "engine/engine.py",
+        "token_ids[: shareable_end(self._config, len(token_ids))],",
+        "token_ids,",
+        "tests/engine/test_shareable.py",
     ),
     fault(
         "ignores temperature",

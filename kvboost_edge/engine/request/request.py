@@ -14,12 +14,12 @@ from kvboost_edge.engine.request.words import NO_WORDS, RequestWords
 from kvboost_edge.errors import RequestError
 from kvboost_edge.options import as_float, as_int, check_options, option, refuse_unknown
 from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.shareable import ALL_TOKENS
 
 if TYPE_CHECKING:
     from kvboost_edge.text.turns.thinking import ReasoningLimit
 
 __all__ = [
-    "ALL_TOKENS",
     "Request",
     "RequestArrival",
     "RequestFeature",
@@ -29,8 +29,6 @@ __all__ = [
     "resolve_sampling",
 ]
 
-ALL_TOKENS = 1 << 62
-"""`Request.num_shareable` of engines that share all KV."""
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
@@ -517,7 +515,7 @@ class Request:
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
         approximations: labels of the engine's options that make the answer approximate.
         num_shareable: number of leading tokens whose KV may come from the cache and be added to
-            it, a multiple of the block size, or ALL_TOKENS.
+            it, see `shareable_end`.
     """
 
     index: int
@@ -563,6 +561,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def shareable_ids(self) -> tuple[int, ...]:
+        """The prompt tokens whose KV may be shared."""
+        return self.prompt_ids[: self.num_shareable]
 
     @property
     def shares_prompt(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.shareable import ALL_TOKENS
 
 __all__ = [
     "CorrectnessReport",
@@ -231,7 +232,7 @@ class WarmResult:
         partial_tail_tokens: number of tokens after the last full chunk. For documents, the number
             of tokens in chunks that cannot be found.
         chunk_boundary_aligned: True if fewer than 32 tokens are uncached, counting tokens after the
-            last full block or the partial tail of documents.
+            last full block that is shared, or the partial tail of documents.
         alignment_warning: message about these tokens, or None if aligned. `warm` logs it.
     """
 
@@ -243,20 +244,41 @@ class WarmResult:
     alignment_warning: str | None
 
     @classmethod
-    def of(cls, num_cached: int, num_tokens: int, chunk_size: int, block_size: int) -> WarmResult:
+    def of(
+        cls,
+        num_cached: int,
+        num_tokens: int,
+        chunk_size: int,
+        block_size: int,
+        num_shareable: int = ALL_TOKENS,
+    ) -> WarmResult:
         """Describe a text whose first `num_cached` of `num_tokens` tokens are cached.
 
-        A chunk counts as stored if its full blocks are cached.
+        A chunk counts as stored if its full blocks are cached. Up to 31 tokens at the end of the
+        text may be missing because their KV is not shared.
+
+        Args:
+            num_shareable: number of leading tokens whose KV is shared, see `shareable_end`.
         """
         tail = num_tokens % chunk_size
-        lost = num_tokens % block_size
+        last = num_tokens // block_size * block_size
+        shared = min(last, num_shareable)
+        lost = num_tokens - shared
         ends = [*range(chunk_size, num_tokens + 1, chunk_size)]
-        if tail >= _MIN_CHUNK_TOKENS and tail > lost:
+        if tail >= _MIN_CHUNK_TOKENS and tail > num_tokens - last:
             ends.append(num_tokens)
+        full = [end // block_size * block_size for end in ends]
         aligned = lost < _MIN_CHUNK_TOKENS
         warning = f"the last {lost} tokens do not fill a block of {block_size} and are not cached"
+        if shared < last:
+            warning = (
+                f"the last {lost} tokens are not cached: with the engine's approximate options, "
+                "their KV depends on more than the text"
+            )
         return cls(
-            chunks_stored=sum(end // block_size * block_size <= num_cached for end in ends),
+            chunks_stored=sum(
+                min(end, shared) <= num_cached and end - shared < _MIN_CHUNK_TOKENS for end in full
+            ),
             token_count=num_tokens,
             chunk_size=chunk_size,
             chunk_boundary_aligned=aligned,

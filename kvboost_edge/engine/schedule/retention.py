@@ -172,19 +172,23 @@ class Retention:
         return block_ids[: max(kept, common)]
 
 
-def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
+def pin_prompt(
+    pins: Pins, sequence: RunningSequence, now: float
+) -> CapacityError | RequestError | None:
     """Pin the parts of a prompt that its request asked for, before its blocks are freed.
 
-    Entries of the request's `pins` that do not fit are skipped.
+    Tokens whose KV is not shared are left out. Entries of the request's `pins` that do not fit are
+    skipped.
 
     Returns:
-        The error if other pins leave no room for the whole prompt, else None.
+        The error if the whole prompt cannot be pinned, else None.
     """
     request = sequence.request
+    shareable = request.shareable_ids
     terms = request.terms
     for num_tokens, seconds in terms.pins if request.publishes else ():
         with contextlib.suppress(CapacityError, RequestError):
-            ids = request.prompt_ids[:num_tokens]
+            ids = shareable[:num_tokens]
             pins.add(
                 ids,
                 request.root,
@@ -192,18 +196,18 @@ def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityErr
                 until=now + seconds,
                 share=terms.pin_share,
             )
-            sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, num_tokens)
+            sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, len(ids))
     if not terms.pin:
         return None
     until = None if terms.ttl is None else now + terms.ttl
     try:
         pins.add(
-            request.prompt_ids[: request.num_shareable],
+            shareable,
             request.root,
             owner=request.tenant,
             until=until,
             share=terms.pin_share,
         )
-    except CapacityError as error:
+    except (CapacityError, RequestError) as error:
         return error
     return None

@@ -132,14 +132,14 @@ class Scheduler:
         manager = self.manager
         usable = self.manager.usable_block_count
         if request.terms.pin:
-            manager.pins.check_size(request.num_prompt_tokens, request.terms.pin_share)
+            manager.pins.check_size(len(request.shareable_ids), request.terms.pin_share)
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
         # The request can share pinned blocks of its prefix. The last of them may have to be copied,
         # which takes one more block.
         shared = (
-            manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+            manager.pins.num_of(request.shareable_ids, request.root) if request.shares_prompt else 0
         )
         if not shared or needed - shared + 1 > usable:
             raise self._too_large(request)

@@ -127,8 +127,8 @@ class Pins:
         num_full = num_tokens // self._block_size
         if not num_full:
             raise RequestError(
-                f"a prompt of {num_tokens} tokens cannot be pinned: it has no full block of "
-                f"{self._block_size} tokens"
+                f"the prompt cannot be pinned: the {num_tokens} tokens of it that other prompts "
+                f"can share do not fill a block of {self._block_size}; pin a longer prompt"
             )
         if num_full > self._most(share):
             raise CapacityError(self._refusal(num_full, share))

@@ -36,6 +36,7 @@ from kvboost_edge.server.work.bridge import (
     running,
     wait_all,
 )
+from kvboost_edge.shareable import shareable_end
 from kvboost_edge.tiers.disk.session_records import Session, SessionInfo, SessionStore
 
 __all__ = [
@@ -257,6 +258,7 @@ class _RenderedSession(EngineRequest):
             state.model_name,
             ids,
             self._content() if stored is None else stored.content,
+            num_shareable=shareable_end(state.engine.config, len(ids)),
             block_size=state.engine.config.block_size,
             block_bytes=spec.bytes_per_block,
             state_bytes=spec.bytes_per_state,
@@ -288,12 +290,13 @@ class _RenderedSession(EngineRequest):
                 "tokens",
                 f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}",
             )
-        block_size = self._state.engine.config.block_size
-        if len(ids) < block_size:
+        config = self._state.engine.config
+        if min(len(ids), shareable_end(config, len(ids))) < config.block_size:
             raise bad_field(
                 self._field if self._body is None or self._body.tokens is None else "tokens",
-                f"{len(ids)} tokens cannot be saved: they have no full block of {block_size} "
-                "tokens; save a longer conversation",
+                f"{len(ids)} tokens cannot be saved: they have no full block of "
+                f"{config.block_size} tokens that later prompts can share; save a longer "
+                "conversation",
             )
 
     def _content(self) -> dict[str, Any]:

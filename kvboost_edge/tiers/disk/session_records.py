@@ -34,6 +34,7 @@ import xxhash
 
 from kvboost_edge.config import MAX_SESSION_BYTES, MAX_SESSIONS, SESSION_SECONDS
 from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.shareable import ALL_TOKENS
 from kvboost_edge.tiers.disk.directory import check_owner
 from kvboost_edge.tiers.disk.file_names import write_whole
 from kvboost_edge.tiers.disk.system_calls import READ, Files, transferred
@@ -65,9 +66,9 @@ class SessionInfo:
         name: name that the client chose.
         model: name of the model.
         num_tokens: number of tokens of the conversation.
-        kv_bytes: size of its full blocks and recurrent state.
+        kv_bytes: size of its full blocks that are shared, and recurrent state.
         record_bytes: size of the record; 0 before it is stored.
-        prefix: SHA-256 of the tokens in full blocks. Equal sessions share their pin.
+        prefix: SHA-256 of the tokens in these blocks. Equal sessions share their pin.
         created: time when the session was first saved, in seconds since the epoch.
         expires: time when it ends.
         ttl: lifetime in seconds. Restoring a session starts it again.
@@ -131,6 +132,7 @@ class Session:
         token_ids: Sequence[int],
         content: dict[str, Any],
         *,
+        num_shareable: int = ALL_TOKENS,
         block_size: int,
         block_bytes: int,
         state_bytes: int = 0,
@@ -144,13 +146,14 @@ class Session:
             model: name of the model.
             token_ids: tokens of the conversation.
             content: what the tokens were rendered from.
+            num_shareable: number of leading tokens whose KV is kept, see `shareable_end`.
             block_size: number of tokens per block.
             block_bytes: size of a block.
             state_bytes: size of a sequence's recurrent state; 0 without recurrent layers.
             ttl: lifetime in seconds.
             now: current time in seconds since the epoch; None for the clock.
         """
-        full = len(token_ids) // block_size
+        full = min(len(token_ids), num_shareable) // block_size
         now = float(int(time.time() if now is None else now))  # so that sizes do not vary
         info = SessionInfo(
             name=name,

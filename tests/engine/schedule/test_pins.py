@@ -109,7 +109,12 @@ def test_pins_beyond_the_limit_are_refused_before_prefill(engine):
         match=r"9 more blocks cannot be pinned: the limit is max_pinned_blocks=8 of the 16 ",
     ):
         engine.pin([1] * 144)
-    assert_raises(RequestError, "a prompt of 15 tokens cannot be pinned", engine.pin, [1] * 15)
+    assert_raises(
+        RequestError,
+        "the 15 tokens of it that other prompts can share do not fill",
+        engine.pin,
+        [1] * 15,
+    )
     assert runner_of(engine).computed == 0
     engine.pin([2] * 96)
     assert_raises(CapacityError, "4 more blocks cannot be pinned", engine.pin, [3] * 64)

@@ -63,6 +63,7 @@ from kvboost_edge.server.work.bridge import (
     wait_all,
 )
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
+from kvboost_edge.shareable import shareable_end
 
 __all__ = ["router"]
 
@@ -257,16 +258,15 @@ class _RenderedWarm(EngineRequest):
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
         param = "text" if self._body.messages is None else "messages"
-        block_size = self._state.engine.config.block_size
-        if self._body.pin and len(prompt.token_ids) < block_size:
+        config = self._state.engine.config
+        count = len(prompt.token_ids)
+        if self._body.pin and min(count, shareable_end(config, count)) < config.block_size:
             message = (
-                f"{len(prompt.token_ids)} tokens cannot be pinned: they have no full block of "
-                f"{block_size} tokens"
+                f"{count} tokens cannot be pinned: they have no full block of {config.block_size} "
+                "tokens that later prompts can share; pin a longer text"
             )
             raise bad_field("pin", message)
-        return SamplingParams(
-            max_new_tokens=room_for(self._state, len(prompt.token_ids), param, 0, param)
-        )
+        return SamplingParams(max_new_tokens=room_for(self._state, count, param, 0, param))
 
 
 def _stats(state: ModelState) -> EngineStats:

@@ -15,6 +15,7 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
+from kvboost_edge.shareable import shareable_end
 
 __all__ = ["RenderedMessages", "count_tokens"]
 
@@ -25,7 +26,7 @@ class RenderedMessages(RenderedChat):
     Create it in a worker thread, because bodies may be long.
 
     Attributes:
-        kept: (number of tokens, seconds) of each breakpoint; filled by `encode`.
+        kept: (number of tokens that stay cached, seconds) of each breakpoint; filled by `encode`.
     """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:
@@ -45,8 +46,12 @@ class RenderedMessages(RenderedChat):
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
         (prompt,) = super().encode(answers)
+        end = shareable_end(self.state.engine.config, len(prompt.token_ids))
         self.kept += [
-            (_length(self.state, self.body, mark, prompt.token_ids, answers), mark.seconds)
+            (
+                min(_length(self.state, self.body, mark, prompt.token_ids, answers), end),
+                mark.seconds,
+            )
             for mark in self._marks
         ]
         pins = tuple(self.kept) if self._pins_fit else ()
