@@ -7,6 +7,7 @@ from safetensors.numpy import load_file, save_file
 
 from helpers.distance import distance
 from helpers.gguf.writer import write_gguf
+from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.oracles.transformers_logits import driver_of
 from helpers.random_ids import random_ids
@@ -16,6 +17,7 @@ from kvboost_edge.backends.base import LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.native.runner import NativeRunner
 
 PROMPT = random_ids(90, 0)
@@ -54,6 +56,21 @@ def test_a_gguf_file_equals_the_checkpoint(name, shared, kind, limit, tmp_path):
     expected = native_logits(directory, "f32", PROMPT)
     found = native_logits(path, "f32" if kind == "F32" else "auto", PROMPT)
     assert distance(found, expected) <= limit
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "NVFP4"])
+def test_a_quantized_per_layer_table_equals_its_floats(kind, tmp_path):
+    directory = save_tiny_model("gemma4", tmp_path / "hf")
+    path = write_gguf(
+        directory,
+        tmp_path / "m.gguf",
+        kind=lambda name: kind if name == "per_layer_token_embd.weight" else "F32",
+    )
+    found = native_logits(path, "f32", PROMPT)
+    table = "model.embed_tokens_per_layer.weight"
+    with Checkpoint.open(path).open_source() as source:
+        change_tensors(directory, {table: source.rows(table)})
+    assert distance(found, native_logits(directory, "f32", PROMPT)) <= 1e-5
 
 
 @pytest.mark.parametrize(
