@@ -344,6 +344,27 @@ FAULTS = faults(
         "tests/models/weights/test_nvfp4.py",
     ),
     (
+        "nvfp4: accepts negative scales",
+        "models/weights/nvfp4_parts.py",
+        "(bits == _NAN) | (bits > _MINUS_ZERO)",
+        "bits == _NAN",
+        "tests/models/weights/test_nvfp4.py",
+    ),
+    (
+        "nvfp4: applies rotated weights to activations that are not rotated",
+        "models/config/quant_config.py",
+        "    if found:",
+        "    if False:",
+        "tests/models/weights/test_nvfp4.py",
+    ),
+    (
+        "table of rows: loses the factor of NVFP4",
+        _SOURCE,
+        "return values if factor == 1 else values * factor",
+        "return values",
+        "tests/models/weights/test_row_table.py",
+    ),
+    (
         "nvfp4: accepts NaN as a scale",
         "models/gguf/tensor_check.py",
         "if bits.max() == _FLOAT8_NAN",
