@@ -157,18 +157,27 @@ class Lookup:
                 forgotten[prefix_hash] = None
         return counts[0], counts[1]
 
-    def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
+    def miss_reason(self, match: PrefixMatch, num_tokens: int, total: int) -> str:
         """Return why the first token after the served prefix was missed.
+
+        Args:
+            match: the match of the first `num_tokens` tokens of a sequence.
+            total: number of tokens of the sequence.
 
         - "": only the last token is left to compute.
         - "state": the token's KV is cached, but the recurrent state before it is not.
         - "evicted": the token's block is full and was dropped, by eviction or reset.
         - "first_seen": the token's block is full and was not recently cached.
         - "tail": the token's block is not full, or it cannot be rewritten.
+        - "private_tail": the token is in a full block after those that may be shared.
         """
         # Hashes depend on the tenant's root, so the result reveals nothing about other tenants.
         if match.beyond:
             return "state"
         if match.next_hash is not None:
             return "evicted" if match.next_hash in self._dropped else "first_seen"
-        return "" if self.servable(match, num_tokens) >= num_tokens - 1 else "tail"
+        served = self.servable(match, num_tokens)
+        if served >= total - 1:
+            return ""
+        is_private = num_tokens < total and served + self._block_size < total
+        return "private_tail" if is_private else "tail"

@@ -134,6 +134,7 @@ class KVCacheManager(PoolUsage):
         *,
         use_cache: bool = True,
         count: bool = True,
+        num_tokens: int | None = None,
         owner: bytes = b"",
         again: bool = False,
         known: bytes = b"",
@@ -156,6 +157,8 @@ class KVCacheManager(PoolUsage):
                 the cache.
             count: add this lookup to hit_tokens and miss_tokens. Pass False for a preempted
                 sequence, which was counted before.
+            num_tokens: number of tokens of the sequence, if `token_ids` are only those that may be
+                shared and one more.
             owner: owner of the blocks, for the eviction policy. All tables of a root must have the
                 same owner.
             again: count all blocks as used again. See `Uses`.
@@ -174,8 +177,11 @@ class KVCacheManager(PoolUsage):
         table = BlockTable(
             self._next_table, root, owner, again=again, shares=use_cache, publishes=publish
         )
+        total = len(token_ids) if num_tokens is None else num_tokens
         match = (
-            self._opener.share(table, data, known, count=count, again=again) if use_cache else None
+            self._opener.share(table, data, known, total, count=count, again=again)
+            if use_cache
+            else None
         )
         self.recurrent.open(table, len(token_ids), match, hints)
         return self._enter(table)

@@ -82,7 +82,14 @@ class Opener:
         self._block_size = block_size
 
     def share(
-        self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool
+        self,
+        table: BlockTable,
+        data: bytes,
+        known: bytes,
+        total: int,
+        *,
+        count: bool,
+        again: bool,
     ) -> PrefixMatch:
         """Share the longest prefix that a new table can continue from, and return the match.
 
@@ -92,6 +99,7 @@ class Opener:
             table: the new table.
             data: encoded tokens.
             known: precomputed hashes of the first blocks.
+            total: number of tokens of the sequence, which may have more than `data`.
             count: record the lookup in the counters and the usage of the matched blocks.
             again: count the table's blocks as used again, even if the prompt extends no published
                 chain.
@@ -99,10 +107,10 @@ class Opener:
         match = self._lookup.match(data, table.root, known)
         num_tokens = len(data) // TOKEN_BYTES
         rest = self._take(table, data, match, known, self._lookup.servable(match, num_tokens))
-        table.miss_reason = self._lookup.miss_reason(match, num_tokens)
+        table.miss_reason = self._lookup.miss_reason(match, num_tokens, total)
         table.missed_hash = match.next_hash
         if count:
-            table._uncounted_misses = num_tokens - table.num_cached_tokens
+            table._uncounted_misses = total - table.num_cached_tokens
             table._extends_chain = self._uses.matched(match.block_ids) or again
             lost = self._lookup.lost(rest)
             if any(lost):

@@ -120,6 +120,7 @@ Cause = Literal[
     "first_seen",
     "new_text",
     "tail",
+    "private_tail",
     "evicted",
     "state",
     "not_kept",

@@ -80,6 +80,18 @@ def test_pins_at_the_end_of_a_prompt_hold_its_shareable_blocks(fake):
     assert engine.paged_stats()["pinned_blocks"] == shared // SIZE
 
 
+def test_results_and_statistics_count_the_tokens_that_are_not_shared(fake):
+    engine, shared = fake
+    engine.generate(PROMPT, 2)
+    before = engine.paged_stats()
+    again = engine.generate(PROMPT, 2)
+    # The last block is computed again in wide arithmetic, as in exact engines with quantized KV.
+    assert again.miss_reason == ("tail" if shared == 880 else "private_tail")
+    after = engine.paged_stats()
+    counts = [after[name] - before[name] for name in ("hit_tokens", "miss_tokens")]
+    assert counts == [shared, len(PROMPT) - shared]
+
+
 def test_warm_reports_the_tokens_that_are_not_kept(fake):
     engine, shared = fake
     warmed = engine.warm(PROMPT)

@@ -165,6 +165,13 @@ FAULTS = (
         "tests/engine/test_shareable.py",
     ),
     fault(
+        "blames the end of a prompt that is not shared on blocks that were not kept",
+        "server/cache_report/diagnosis.py",
+        "shared = min(whole, record.num_shareable, closest.num_shareable)",
+        "shared = whole",
+        "tests/server/cache_report/test_diagnosis.py",
+    ),
+    fault(
         "ignores temperature",
         "engine/sampling.py",
         "/ temperature)",

@@ -35,6 +35,11 @@ WORDS = {
     ),
     "new_text": ("the prompt continues an earlier one; only new text was computed", ""),
     "tail": ("only the last block, which is not full, was recomputed", ""),
+    "private_tail": (
+        "the end of an earlier prompt and its answer are not shared, because the model computes "
+        "with approximate options",
+        "to share them, serve without --arithmetic wide and --prefill sparse",
+    ),
     "evicted": (
         "it was cached, but then evicted for other requests",
         "give the pool more memory (--max-cache-bytes), keep blocks on disk (--disk-cache-dir), "

@@ -83,7 +83,9 @@ class GenerationResult:
     - "": every token was cached.
     - "first_seen": this tenant and salt never cached the token's block.
     - "evicted": the block was cached and then evicted.
-    - "tail": the token is in the last block, which is not full.
+    - "tail": the token is in the last block, which is not full or cannot be rewritten.
+    - "private_tail": the token's KV depends on more than the tokens before it and is not shared,
+      with arithmetic="wide" or prefill="sparse".
     - "state": the KV is cached, but a snapshot of the recurrent state is missing.
     - "bypassed": the mode or prompt_logprobs required a computation.
     - "not_started": the request ended while it was waiting.

@@ -345,6 +345,7 @@ class Scheduler:
                 sequence.request.root,
                 use_cache=use_cache,
                 count=first,
+                num_tokens=sequence.num_tokens if sequence.logits_from is None else None,
                 owner=sequence.tenant,
                 again=sequence.request.publishes and sequence.request.terms.is_kept_longer,
                 known=sequence.request.prefix_hashes,

@@ -39,6 +39,8 @@ first_seen      no recent request of the tenant has this prefix; at most the ope
                 template is shared
 new_text        the prompt continues an earlier one and its answer; only the new text was computed
 tail            the last block is not full and was recomputed
+private_tail    with arithmetic='wide' or prefill='sparse', the end of each prompt and its answer
+                are not shared. The tokens there were computed again
 evicted         the blocks were evicted, reset, or unloaded with the model
 state           the KV is cached, but not the recurrent state at this position. Tokens up to
                 hit_tokens were reused, those up to `position` recomputed; a snapshot is now kept
@@ -101,7 +103,8 @@ def diagnose(
     if found.cause == "state":
         return dataclasses.replace(found, position=result.matched_tokens)
     if not compares:
-        cause: Cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
+        told = ("evicted", "tail", "private_tail")
+        cause: Cause = found.cause if found.cause in told else "not_compared"
         return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
@@ -124,13 +127,18 @@ def diagnose(
             found, cause=cause, position=position, evicted_from=result.evicted_from
         )
     found = dataclasses.replace(found, compared_with=closest.request_id)
-    if result.exact_cached_tokens + block_size <= common // block_size * block_size:
+    # The last token of a prompt is always computed.
+    whole = min(common, record.num_prompt - 1)
+    shared = min(whole, record.num_shareable, closest.num_shareable)
+    if result.exact_cached_tokens + block_size <= shared // block_size * block_size:
         # Unloading a model drops its pool, and the new pool has no record of the blocks.
         pool = ("pool",) if record.loading != closest.loading else ()
         dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
         return dataclasses.replace(
             found, cause="evicted" if dropped else "not_kept", evicted_from=dropped
         )
+    if result.exact_cached_tokens + block_size <= whole // block_size * block_size:
+        return dataclasses.replace(found, cause="private_tail")
     return dataclasses.replace(
         found, cause=_cause(record, closest, common, decode, thinks), position=common
     )

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.server.response_types import Cause, PromptCache
+from kvboost_edge.shareable import ALL_TOKENS
 
 __all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "RequestRecord"]
 
@@ -81,6 +82,7 @@ class RequestRecord:
             loaded again.
         slot: llama.cpp's slot of the request, whose content it is until another request has this
             slot; -1 for none.
+        num_shareable: number of leading tokens whose KV is shared, see `shareable_end`.
         diagnosis: cache-miss report, once the request has ended.
     """
 
@@ -92,6 +94,7 @@ class RequestRecord:
     num_reasoning: int = 0
     loading: int = 0
     slot: int = -1
+    num_shareable: int = ALL_TOKENS
     diagnosis: Diagnosis | None = None
     _digests: list[bytes] = dataclasses.field(default_factory=list, init=False, repr=False)
 

@@ -20,6 +20,7 @@ from kvboost_edge.server.cache_report.recent_requests import (
     PromptInputs,
     RequestRecord,
 )
+from kvboost_edge.shareable import shareable_end
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
@@ -69,7 +70,13 @@ class Doctor:
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
         record = RequestRecord(
-            request_id, asked, ids, len(token_ids), loading=self._loading, slot=slot
+            request_id,
+            asked,
+            ids,
+            len(token_ids),
+            loading=self._loading,
+            slot=slot,
+            num_shareable=shareable_end(self._engine.config, len(token_ids)),
         )
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)

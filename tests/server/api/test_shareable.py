@@ -81,3 +81,21 @@ async def test_cache_control_on_the_last_message_pins_its_shareable_blocks(serve
     assert answer["usage"]["cache_creation_input_tokens"] == end > 0
     assert answer["kvboost"]["pinned_tokens"] == end
     assert engine.paged_stats()["pinned_blocks"] == end // SIZE
+
+
+@pytest.mark.parametrize("history", [3600, 0])
+async def test_the_next_turn_of_a_chat_names_the_tokens_that_are_not_shared(
+    option, history, monkeypatch
+):
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 128)
+    with fake_engine(200, 1500, **option[0]) as engine:
+        app = create_app(engine, ServerSettings(request_history=history))
+        async with app_client(app, None) as client:
+            first = engine.generate(PROMPT, 40)
+            prompts = (PROMPT, [*PROMPT, *first.output_token_ids, *PROMPT[:200]], PROMPT)
+            causes = []
+            for prompt in prompts:
+                answer = await asked(client, "/v1/completions", prompt=prompt, max_tokens=40)
+                causes.append(answer["kvboost"]["cause"])
+    assert causes[1] == ("private_tail" if history else "not_compared")
+    assert causes[2] == ("tail" if option == OPTIONS["wide"] else "private_tail")

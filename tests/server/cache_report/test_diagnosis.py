@@ -262,6 +262,35 @@ def test_a_repeated_prompt_is_tail():
     assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
 
 
+def test_a_repeated_prompt_of_full_blocks_is_tail():
+    # Quantized blocks cannot be rewritten, so the last block is computed again.
+    before, mine = (record("[u]Hi there[a]!!", CHAT) for _ in range(2))
+    assert found(mine, before, mine.num_prompt - BLOCK, "tail").cause == "tail"
+
+
+TURN = "[u]Hello there[a]"  # 17 tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "cached", "reason", "cause", "position"),
+    [
+        (f"{TURN}Good day[e][u]And?", (12, 24), 12, "first_seen", "private_tail", 12),
+        (f"{TURN}Bye", (12, 16), 12, "first_seen", "private_tail", 12),
+        (TURN, (12, 12), 12, "private_tail", "private_tail", 12),
+        (TURN, (16, 16), 16, "tail", "tail", 17),
+        (f"{TURN}Good day[e][u]And?", (16, 24), 4, "first_seen", "not_kept", 4),
+        (f"[u]Hello Jane[a]{TURN}", (12, 24), 8, "first_seen", "changed_text", 9),
+    ],
+)
+def test_tokens_that_are_not_shared_are_a_cause_of_their_own(
+    text, ends, cached, reason, cause, position
+):
+    before, mine = record(TURN, CHAT, answer="Good day[e]"), record(text, CHAT)
+    before.num_shareable, mine.num_shareable = ends
+    made = found(mine, before, cached, reason)
+    assert (made.cause, made.position) == (cause, position)
+
+
 @pytest.mark.parametrize(
     ("reason", "cause", "tiers"),
     [

@@ -14,6 +14,7 @@ export const CAUSES = {
   state: ["recurrent state not cached", "look", "Raise --max-state-bytes."],
   not_kept: ["not cached", "look", "The earlier request was still running, or its mode does not write the cache."],
   first_seen: ["no earlier request with this prefix", "plain", "Warm common prefixes."],
+  private_tail: ["end of an earlier prompt not shared", "plain", "Approximate options of the model do not share it."],
   other_position: ["reused at other positions", "plain", ""],
   bypassed: ["cache not used", "plain", "The mode or prompt_logprobs does not read the cache."],
   not_started: ["ended while waiting", "plain", ""],
