@@ -144,7 +144,7 @@ FAULTS = (
         *_SPARSE_PREFILL,
     ),
     fault(
-        "begins logits of cached prompts inside a group of sparse prefill",
+        "logits of cached prompts begin inside a group",
         "engine/sparse_prefill.py",
         "return position // GROUP_TOKENS * GROUP_TOKENS",
         "return position",
@@ -165,7 +165,7 @@ FAULTS = (
         "tests/engine/test_shareable.py",
     ),
     fault(
-        "blames the end of a prompt that is not shared on blocks that were not kept",
+        "reports tokens that are not shared as not kept",
         "server/cache_report/diagnosis.py",
         "shared = min(whole, record.num_shareable, closest.num_shareable)",
         "shared = whole",
