@@ -197,8 +197,8 @@ class EngineConfig:
         "exact",
         "Attention of prompts in the native runner. sparse is faster for long prompts: from 8,192 "
         "tokens on, prompt tokens attend only to the blocks with the highest estimated weight. "
-        "The last tokens of a prompt and the answer attend to all tokens. Answers are then "
-        "approximate and marked as such",
+        "The last tokens of a prompt and the answer attend to all tokens. Answers to such prompts "
+        "are approximate and marked as such",
         str,
         group="Model",
         choices=CHOICES["prefill"],

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvboost_edge import shareable
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.request.answer_ids import AnswerStore
@@ -26,7 +27,6 @@ from kvboost_edge.engine.request.request import (
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
-from kvboost_edge.shareable import shareable_end
 
 __all__ = ["RequestBuilder", "Seeds"]
 
@@ -165,6 +165,7 @@ class RequestBuilder:
             fields.update(feature.prepare(inputs))
         index = next(self._next_index)
         tenant = self._tenant_root(terms)
+        num_shareable = shareable.shareable_end(self._config, len(ids))
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
         return Request(
             index=index,
@@ -188,8 +189,8 @@ class RequestBuilder:
             if terms.cache_key
             else None,
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
-            approximations=self._config.approximations,
-            num_shareable=shareable_end(self._config, len(ids)),
+            approximations=_approximations(self._config, num_shareable),
+            num_shareable=num_shareable,
             **fields,
         )
 
@@ -261,3 +262,10 @@ class RequestBuilder:
     def renumbered(self, request: Request) -> Request:
         """Return a copy of the request with a new index, as if it had just arrived."""
         return dataclasses.replace(request, index=next(self._next_index))
+
+
+def _approximations(config: EngineConfig, num_shareable: int) -> tuple[str, ...]:
+    """Return the labels of the options that make an answer approximate."""
+    if config.prefill == "sparse" and num_shareable == shareable.FIRST_POSITION:
+        return ()  # no token is in the sparse range
+    return config.approximations

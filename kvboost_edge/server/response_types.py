@@ -46,6 +46,7 @@ __all__ = [
     "FinishReason",
     "HeldInCache",
     "InputUsage",
+    "Labels",
     "Model",
     "ModelFigures",
     "ModelList",
@@ -227,8 +228,8 @@ class SamplingValues(_Answer):
 
 
 _APPROXIMATIONS = (
-    "Options that make all answers approximate: wide_arithmetic for --arithmetic wide, "
-    "sparse_prefill for --prefill sparse."
+    "Options that make answers approximate: wide_arithmetic for --arithmetic wide, sparse_prefill "
+    "for --prefill sparse"
 )
 
 
@@ -254,7 +255,10 @@ class Model(_Answer):
     approximate: Annotated[
         bool | None, Field(description="True if answers in the default mode may be approximate.")
     ]
-    approximations: Annotated[list[str] | None, Field(description=_APPROXIMATIONS)]
+    approximations: Annotated[
+        list[str] | None,
+        Field(description=f"{_APPROXIMATIONS}, which applies to long prompts only."),
+    ]
     meta: ModelMeta | None
     state: Phase
     failure: Annotated[str | None, Field(description="Reason why the last load failed.")]
@@ -345,7 +349,7 @@ class Usage(_Answer):
             Field(
                 description=(
                     "True if tokens were reused at other positions, or if an option of the "
-                    "server makes all answers approximate. Absent if false, unless the server's "
+                    "server makes the answer approximate. Absent if false, unless the server's "
                     "default mode is approximate."
                 )
             ),
@@ -380,7 +384,9 @@ class Costs(_Answer):
             "not empty."
         ),
     ]
-    approximations: Annotated[list[str], Field(description=_APPROXIMATIONS)]
+    approximations: Annotated[
+        list[str], Field(description=f"{_APPROXIMATIONS} if the prompt is long enough.")
+    ]
     reused_span_tokens: Annotated[
         int, Field(description="Number of prompt tokens reused at other positions.")
     ]
@@ -627,6 +633,24 @@ class InputUsage(_Answer):
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    approximate: NotRequired[
+        Annotated[
+            bool,
+            Field(
+                description="True if an option of the server makes the results approximate. "
+                "Absent if false."
+            ),
+        ]
+    ]
+
+
+class Labels(_Answer):
+    """Labels of approximate results."""
+
+    approximate: Annotated[bool, Field(description="True if approximations is not empty.")]
+    approximations: Annotated[
+        list[str], Field(description=f"{_APPROXIMATIONS} if the input is long enough.")
+    ]
 
 
 class Vector(_Answer):
@@ -650,6 +674,7 @@ class EmbeddingAnswer(_Answer):
     data: list[Vector]
     model: str
     usage: InputUsage
+    kvboost: Labels
 
 
 # The batch API.
@@ -786,6 +811,7 @@ class RerankAnswer(_Answer):
     model: str
     results: list[Ranked]
     usage: InputUsage
+    kvboost: Labels
 
 
 # The cache.

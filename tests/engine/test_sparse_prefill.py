@@ -81,8 +81,19 @@ def test_generated_tokens_are_not_shared_after_the_range(model):
 def test_prompts_below_the_first_position_have_the_bits_of_exact_prefill(model):
     short = TEXT[: FIRST - 1]
     with engine(model) as sparse, engine(model, prefill="exact") as exact:
-        assert answer(sparse.generate(short, **GREEDY)) == answer(exact.generate(short, **GREEDY))
+        result = sparse.generate(short, **GREEDY)
+        assert answer(result) == answer(exact.generate(short, **GREEDY))
+        assert (result.approximate, result.approximations) == (False, ())
         assert sparse.generate(short, **GREEDY).cached_tokens == 496
+
+
+def test_only_prompts_with_a_sparse_range_are_labelled(model):
+    end = FIRST + shareable.DENSE_TAIL + 16
+    with engine(model) as sparse, engine(model, prefill="exact") as exact:
+        for length in (end - 1, end):
+            results = [one.generate(TEXT[:length], **GREEDY) for one in (sparse, exact)]
+            is_equal = answer(results[0]) == answer(results[1])
+            assert results[0].approximate == (length == end) == (not is_equal)
 
 
 def test_the_disk_tier_keeps_sparse_and_exact_blocks_apart(model, tmp_path):

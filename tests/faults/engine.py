@@ -172,6 +172,13 @@ FAULTS = (
         "tests/server/cache_report/test_diagnosis.py",
     ),
     fault(
+        "labels exact answers to short prompts as sparse prefill",
+        "engine/request_builder.py",
+        "num_shareable == shareable.FIRST_POSITION:",
+        "not num_shareable:",
+        *_SPARSE_PREFILL,
+    ),
+    fault(
         "ignores temperature",
         "engine/sampling.py",
         "/ temperature)",

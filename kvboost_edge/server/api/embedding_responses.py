@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.response_types import InputUsage, Ranked, RerankAnswer, Vector
+from kvboost_edge.server.api.usage import approximations_of
+from kvboost_edge.server.response_types import InputUsage, Labels, Ranked, RerankAnswer, Vector
 from kvboost_edge.server.work.streams import dumps
 
 __all__ = ["embedding_answer", "rerank_answer"]
@@ -32,7 +34,7 @@ def embedding_answer(
     for index, row in enumerate(vectors):
         body += b"," if index else b""
         body += dumps(_vector(index, row, as_base64=as_base64))
-    body += b"]," + dumps({"model": model, "usage": _usage(results)})[1:]
+    body += b"]," + dumps({"model": model, **_counted(results)})[1:]
     return body
 
 
@@ -63,14 +65,24 @@ def rerank_answer(
     ranked: list[Ranked] = [{"index": index, "relevance_score": scores[index]} for index in order]
     for item in ranked if texts is not None else ():
         item["document"] = {"text": (texts or ())[item["index"]]}
-    return {"object": "list", "model": model, "results": ranked, "usage": _usage(results)}
+    return {"object": "list", "model": model, "results": ranked, **_counted(results)}
 
 
-def _usage(results: Sequence[GenerationResult]) -> InputUsage:
+class _Counted(TypedDict):
+    usage: InputUsage
+    kvboost: Labels
+
+
+def _counted(results: Sequence[GenerationResult]) -> _Counted:
+    """Return the token counts and labels of an answer."""
     tokens = sum(result.prompt_tokens for result in results)
     cached = sum(result.exact_cached_tokens for result in results)
-    return {
+    usage: InputUsage = {
         "prompt_tokens": tokens,
         "total_tokens": tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    labels = approximations_of(results)
+    if labels:
+        usage["approximate"] = True
+    return {"usage": usage, "kvboost": {"approximate": bool(labels), "approximations": labels}}

@@ -10,7 +10,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.response_types import Cause, Spent, Timings, Usage
 
-__all__ = ["approximate_label", "costs", "progress_of", "usage_of"]
+__all__ = ["approximate_label", "approximations_of", "costs", "progress_of", "usage_of"]
 
 
 def usage_of(
@@ -64,6 +64,11 @@ def approximate_label(
     return False if default_mode is GenerationMode.CHUNK_KV_REUSE else None
 
 
+def approximations_of(results: Sequence[GenerationResult]) -> list[str]:
+    """Return the labels of the options that make any of the results approximate."""
+    return list(dict.fromkeys(label for result in results for label in result.approximations))
+
+
 def costs(
     results: Sequence[GenerationResult],
     per_prompt: int,
@@ -105,7 +110,7 @@ def costs(
                 (result.mode for result in shared if result.reused_span_tokens), slowest.mode
             ).value,
             "approximate": any(result.approximate for result in shared),
-            "approximations": list(slowest.approximations),
+            "approximations": approximations_of(results),
             "reused_span_tokens": sum(result.reused_span_tokens for result in shared),
             "recomputed_tokens": sum(result.recomputed_tokens for result in shared),
             "hit_tokens": _by_tier(firsts),

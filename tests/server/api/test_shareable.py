@@ -2,11 +2,12 @@
 with each of these options.
 """
 
+import dataclasses
 import random
 
 import pytest
 
-from helpers.engine.fake_runner import fake_engine
+from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import app_client
 from kvboost_edge import shareable
 from kvboost_edge.server.app import create_app
@@ -17,6 +18,7 @@ PROMPT = random.Random(1).choices(range(256), k=640)  # a multiple of the block 
 # Tokens of PROMPT whose KV is shared, by option.
 OPTIONS = {"wide": ({"arithmetic": "wide"}, 624), "sparse": ({"prefill": "sparse"}, 512)}
 TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}"
+LABELS = {"exact": "wide_arithmetic", "sparse": "sparse_prefill"}  # by prefill
 MARK = {"type": "ephemeral"}
 
 
@@ -99,3 +101,21 @@ async def test_the_next_turn_of_a_chat_names_the_tokens_that_are_not_shared(
                 causes.append(answer["kvboost"]["cause"])
     assert causes[1] == ("private_tail" if history else "not_compared")
     assert causes[2] == ("tail" if option == OPTIONS["wide"] else "private_tail")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/embeddings", "input"), ("/v1/completions", "prompt"), ("/v1/responses", "input")],
+)
+async def test_results_name_the_options_that_make_them_approximate(served, path, field):
+    client, engine, _ = served
+    runner = runner_of(engine)
+    runner.info = dataclasses.replace(runner.info, hidden_size=2)
+    engine._embedding.size = 2
+    prefill = engine.config.prefill
+    for length in (len(PROMPT), 200):  # the sparse range of 200 tokens is empty
+        answer = await asked(client, path, **{field: "x" * length})
+        labels = [] if length == 200 and prefill == "sparse" else [LABELS[prefill]]
+        assert answer["kvboost"]["approximations"] == labels
+        assert answer["kvboost"]["approximate"] == bool(labels)
+        assert answer["usage"].get("approximate", False) == bool(labels)
