@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from kvboost_edge import shareable
 from kvboost_edge.cli.app import app, run
 from kvboost_edge.server.flags import parse_flags
 
@@ -111,5 +112,6 @@ def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monk
     (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 20)
     words = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
     words["16384"] = "2048"  # the bundled model's context
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 512)  # sparse prefill needs a longer context
     assert run([words.get(word, word) for word in arguments]) == 0
     assert capsys.readouterr().out

@@ -111,6 +111,7 @@ def test_the_disk_tier_keeps_sparse_and_exact_blocks_apart(model, tmp_path):
         ({"block_size": 48}, "block_size=48 must be one of"),
         ({"backend": "reference"}, "only 'cpu' selects blocks"),
         ({"max_batch_tokens": 8}, "must be at least 16"),
+        ({"max_model_len": 655}, "context of 655 tokens is too short.*at least 656 tokens"),
         ({"runner": "torch", "weights": "auto"}, "prefill='sparse'"),
     ],
     ids=str,
@@ -118,6 +119,12 @@ def test_the_disk_tier_keeps_sparse_and_exact_blocks_apart(model, tmp_path):
 def test_other_options_are_refused_by_name(model, options, reason):
     with pytest.raises(ConfigError, match=reason):
         engine(model, **options)
+
+
+def test_models_without_a_layer_that_selects_blocks_are_refused(tmp_path):
+    path = save_tiny_model("mistral", tmp_path, max_position_embeddings=1024, sliding_window=64)
+    with pytest.raises(ConfigError, match="every layer has a sliding window"):
+        engine(path)
 
 
 def test_reuse_at_other_positions_is_refused(model):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.errors import RequestError
 
 PROMPT, OTHER = (
     np.random.default_rng(seed).integers(3, 250, count).tolist()
@@ -86,3 +87,8 @@ def test_only_shared_blocks_are_computed_in_wide_arithmetic(tiny_model_dir, bits
 def test_hidden_states_and_logits_of_both_kinds_of_tokens_are_joined(engine):
     first, second = (engine.embed([one])[0] for one in (PROMPT, OTHER))
     np.testing.assert_array_equal(engine.embed([PROMPT, OTHER]), np.stack([first, second]))
+
+
+def test_reuse_at_other_positions_is_refused_with_a_remedy(engine):
+    with pytest.raises(RequestError, match="use arithmetic='exact'"):
+        engine.generate(PROMPT, mode="chunk_kv_reuse", **GREEDY)

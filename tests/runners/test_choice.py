@@ -325,7 +325,7 @@ def test_weights_and_dtype_may_not_contradict_each_other():
 def test_wide_arithmetic_names_what_it_does_not_support(model, options, reason):
     spec = SimpleNamespace(**{"both_ways": False, "mixer": None, **model})
     config = EngineConfig.from_options(arithmetic="wide", **options)
-    with pytest.raises(ConfigError, match=rf"arithmetic='wide' is not supported: .*{reason}"):
+    with pytest.raises(ConfigError, match=rf"arithmetic='wide' is refused: .*{reason}.*; use"):
         choose_weights(config, ModelTraits(LLAMA, describe=lambda: spec), lambda *_: 0, 10**9)
     with pytest.raises(ConfigError, match=r"needs the torch runner|torch"):
         runner(arithmetic="wide", runner="torch")

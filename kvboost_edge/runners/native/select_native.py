@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvboost_edge import shareable
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
@@ -57,7 +58,7 @@ RECURRENT = (
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 STORES_NOTHING = "the model is bidirectional and stores no KV"
-WIDE_KEYS = "with arithmetic='wide', keys are not reused at other positions"
+WIDE_KEYS = "with arithmetic='wide', keys are not reused at other positions; use arithmetic='exact'"
 """Reason why `EngineConfig.arithmetic` excludes such reuse."""
 # Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
 # compiler.
@@ -184,7 +185,7 @@ def _check_wide(config: EngineConfig, spec: ModelSpec) -> None:
     elif config.weights in _OF_DTYPE.values() or config.dtype in _OF_DTYPE:
         reason = f"weights={_OF_DTYPE.get(config.dtype, config.weights)!r} are not integers"
     if reason:
-        raise ConfigError(f"arithmetic='wide' is not supported: {reason}; use arithmetic='exact'")
+        raise ConfigError(f"arithmetic='wide' is refused: {reason}; use arithmetic='exact'")
 
 
 def native_kv_spec(
@@ -226,6 +227,15 @@ def sparse_refusal(spec: ModelSpec, config: EngineConfig) -> str:
         return "layers of this model attend to the KV of other layers"
     if any(spec.num_heads * layer.head_dim % _GROUP for layer in spec.kv_layers):
         return f"heads x head_dim must be a multiple of {_GROUP}"
+    if all(layer.window for layer in spec.kv_layers):
+        return "every layer has a sliding window, and only other layers select blocks"
+    context = min(spec.max_context, config.max_model_len or spec.max_context)
+    first, size = shareable.FIRST_POSITION, config.block_size
+    if shareable.sparse_end(context, size) == first:
+        return (
+            f"a context of {context} tokens is too short; only prompts of at least "
+            f"{first + shareable.DENSE_TAIL + size} tokens have tokens that select blocks"
+        )
     if config.backend not in ("auto", AUTO_BACKEND):
         return f"backend={config.backend!r} computes every block, and only 'cpu' selects blocks"
     if config.arithmetic != "exact":
