@@ -256,8 +256,10 @@ def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], 
     """
     if not options.others:
         return options.engine, {}
-    ignored: dict[str, str] = {}
     engine = options.engine
+    refused = _refused_approximations(model, tuple(_without(engine, "max_state_bytes").items()))
+    engine = _without(engine, *refused)
+    ignored = {f"--{name}": reason for name, reason in refused.items()}
     if engine.get("draft_model") is not None:
         checked = _without(engine, "max_state_bytes")
         if refusal := _draft_refusal(model, tuple(checked.items())):
@@ -287,6 +289,15 @@ def _draft_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
     from kvboost_edge.engine.build import draft_model_refusal
 
     return draft_model_refusal(model, EngineConfig.from_options(**dict(options)))
+
+
+@functools.lru_cache(maxsize=256)
+def _refused_approximations(model: str, options: tuple[tuple[str, Any], ...]) -> dict[str, str]:
+    """Return why a model cannot have approximate options of the server, by the options' names."""
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.memory.selection import refused_approximations
+
+    return refused_approximations(model, EngineConfig.from_options(**dict(options)))
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:

@@ -11,6 +11,7 @@ from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.report import planned_pool_bytes
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -35,6 +36,7 @@ __all__ = [
     "open_checkpoint",
     "planned_info",
     "planned_kv_spec",
+    "refused_approximations",
     "select_path",
     "usable_context",
 ]
@@ -150,6 +152,28 @@ def planned_kv_spec(
     head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
     dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", device)
     return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
+
+
+def refused_approximations(path_or_id: str | Path, config: EngineConfig) -> dict[str, str]:
+    """Return why a model cannot have the config's approximate options, by the options' names.
+
+    Raises:
+        KVBoostError: the model cannot be loaded without these options either.
+    """
+    given = {name: getattr(config, name) for name in ("arithmetic", "prefill")}
+    given = {name: value for name, value in given.items() if value != "exact"}
+    if not given:
+        return {}
+    exact = dataclasses.replace(config, arithmetic="exact", prefill="exact")
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
+    select_path(checkpoint, exact)
+    refused = {}
+    for name, value in given.items():
+        try:
+            select_path(checkpoint, dataclasses.replace(exact, **{name: value}))
+        except ConfigError as error:
+            refused[name] = str(error)
+    return refused
 
 
 def bounded_context(max_context: int, config: EngineConfig) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge import shareable
 from kvboost_edge.server.__main__ import _engine_options
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.models.loader import reserved_bytes
@@ -50,6 +51,25 @@ def test_each_of_several_models_is_loaded_with_supported_options(folders):
     assert ignored["--draft-model"] == "it is the draft model itself"
     engine, ignored = found["hybrid"]
     assert engine["max_state_bytes"] == options.engine["max_state_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [("arithmetic", "wide", "recurrent state"), ("prefill", "sparse", "recurrent layers")],
+)
+def test_models_that_refuse_an_approximate_option_are_loaded_without_it(
+    folders, monkeypatch, flag, value, reason
+):
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 64)
+    options = _options(folders, "target", "hybrid", **{flag: value})
+    engine, ignored = _engine_options(str(folders / "target"), options)
+    assert (engine[flag], ignored) == (value, {})
+    engine, ignored = _engine_options(str(folders / "hybrid"), options)
+    assert flag not in engine
+    assert f"{flag}='{value}' is refused: " in ignored[f"--{flag}"]
+    assert reason in ignored[f"--{flag}"]
+    options = _options(folders, "hybrid", **{flag: value})
+    assert _engine_options(str(folders / "hybrid"), options)[0][flag] == value
 
 
 def test_the_memory_of_the_draft_model_is_reserved(folders):
