@@ -829,7 +829,7 @@ def evaluate(
             "--prefill",
             metavar="KIND",
             help="Prefill to compare with, same as --against prefill=KIND. Only windows of more "
-            "than 8,192 tokens differ. Default: no comparison.",
+            "than 8,336 tokens can differ. Default: no comparison.",
         ),
     ] = None,
     kv_cache_bits: KVBitsOption = None,

@@ -39,8 +39,14 @@ def run_eval(
     Loads an engine for each of these sets, one after another, while the first engine stays loaded.
     """
     others = [(text, {**options, **parse_against(text)}) for text in against]
-    for _, changed in others:
-        EngineConfig.from_options(**changed)  # fail before any model is loaded
+    # Fail before any model is loaded.
+    own = EngineConfig.from_options(**options)
+    for text, changed in others:
+        if EngineConfig.from_options(**changed) == own:
+            raise ConfigError(
+                f"--against {text} changes no option, so both sides would be equal; give another "
+                "value, or change the model's own with -o"
+            )
     text = _read(file)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:

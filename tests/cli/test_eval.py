@@ -137,6 +137,8 @@ def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, printed, answere
         (b"some text", ["--against", "weights=int3"], "'int4-asym'"),
         (b"some text", ["--against", ""], "--against is empty"),
         (b"some text", ["--against", "no_such=1"], "no_such"),
+        (b"some text", ["--arithmetic", "exact"], "arithmetic=exact changes no option"),
+        (b"some text", ["-o", "prefill=sparse", "--prefill", "sparse"], "give another value"),
     ],
 )
 def test_eval_errors_are_one_line(content, extra, named, tiny_model_dir, tmp_path, refused):
