@@ -72,13 +72,10 @@ class DraftTokens(Drafting):
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         outcome = num_drafted, num_accepted
-        if self.model is None:
-            self.drafter.learn(*outcome)
-            return
-        is_by_model = self.model.count > 0
-        self.model.learn(*(outcome if is_by_model else (0, 0)))
-        self.drafter.learn(*((0, 0) if is_by_model else outcome))
-        self.model.clear()
+        self.drafter.learn(*(outcome if self.source == "lookup" else (0, 0)))
+        if self.model is not None:
+            self.model.learn(*(outcome if self.model.count > 0 else (0, 0)))
+            self.model.clear()
 
     def release(self) -> None:
         self.drafter.release()

@@ -12,6 +12,8 @@ import pytest
 from helpers.engine.fake_runner import VOCAB_SIZE
 from helpers.engine.hostile_drafts import KINDS, HostileDrafter, draft_in_turn
 from helpers.engine.model_kinds import PLAIN
+from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
+from kvboost_edge.engine.spec_decode.speculation import DraftTokens
 from kvboost_edge.errors import KVBoostError
 
 DRAFTS = {"max_draft_tokens": 31, "always_drafts": True}
@@ -272,3 +274,20 @@ def test_a_request_that_generates_nothing_has_no_drafts():
     bench.run()
     assert np.concatenate(rows).shape == (30, VOCAB_SIZE)
     assert request_fields[0].max_draft_tokens == 0
+
+
+def test_the_prompt_lookup_drafter_learns_only_from_its_own_drafts():
+    """Drafts by the grammar count as steps without a draft."""
+
+    def chance(source, *outcome):
+        drafts = DraftTokens(Drafter(b"root", TenantHistory()))
+        token_ids = [1, 2, 3, 4, 1, 2, 3]
+        for _ in range(4):
+            drafts.drafter.propose(token_ids, 1)
+            drafts.source = source
+            drafts.learn(*outcome)
+        return float(drafts.drafter.propose(token_ids, 1).chances[0])
+
+    nothing = chance("", 0, 0)
+    assert chance("grammar", 4, 0) == chance("grammar", 4, 4) == nothing
+    assert chance("lookup", 4, 0) < nothing < chance("lookup", 4, 4)
