@@ -85,6 +85,8 @@ def test_every_value_is_declared_in_the_schema():
         {"apiKeys": {"secret": "keys"}},
         {"cache": {"size": "20 GB"}},
         {"cache": {"accessModes": []}},
+        {"cache": {"maxDiskBytes": "8 Gi"}},
+        {"cache": {"maxDiskBytes": 8}},
         {"extraArgs": [8192]},
         {"extraEnv": [{"value": "no name"}]},
         {"service": {"port": 70000}},
@@ -121,6 +123,7 @@ def test_manifest_kinds_follow_the_values():
     assert kinds["defaults"] == always | {"PodDisruptionBudget"}
     assert kinds["everything"] == always | {"PodDisruptionBudget", "ServiceMonitor"}
     assert kinds["no-budget"] == always
+    assert kinds["no-persistence"] == kinds["defaults"]
 
 
 def test_selectors_match_the_pods(found, pod):
@@ -151,7 +154,9 @@ def test_the_workload_names_a_headless_service(found):
     assert found["Service", workload["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
 
 
-def test_the_server_accepts_its_flags(server, tmp_path):
+@pytest.fixture
+def parsed(server, tmp_path):
+    """The server's options, as it reads them from the arguments of its container."""
     files = {
         "/etc/kvboost-edge/keys/api-keys": "k" * 48,
         "/etc/kvboost-edge/admin-keys/admin-api-keys": "a" * 48,
@@ -164,8 +169,36 @@ def test_the_server_accepts_its_flags(server, tmp_path):
             word = str(path)
         flags.append(word)
     assert all(isinstance(word, str) for word in server["args"])
-    parsed = parse_flags(["--host", "0.0.0.0", "--allowed-host", "*", *flags], "server")
+    return parse_flags(["--host", "0.0.0.0", "--allowed-host", "*", *flags], "server")
+
+
+def test_the_server_accepts_its_flags(parsed):
     assert parsed.settings.drain_seconds == DEFAULTS["drainSeconds"]
+
+
+def test_blocks_on_disk_leave_room_in_a_volume_without_persistence(pod, parsed):
+    """The disk tier measures the node's disk, but Kubernetes evicts a pod above `sizeLimit`."""
+    limits = [
+        one["emptyDir"]["sizeLimit"] for one in pod["spec"]["volumes"] if one["name"] == "cache"
+    ]
+    if limits and parsed.engine["disk_cache_dir"] != "off":
+        assert parsed.engine["max_disk_bytes"] < float(limits[0].removesuffix("Gi")) * 2**30
+
+
+def test_the_limit_of_blocks_on_disk_follows_the_values():
+    found = {}
+    for case, values in CASES.items():
+        [workload] = of_kind(documents(render_without_helm(values)), "StatefulSet")
+        arguments = workload["spec"]["template"]["spec"]["containers"][0]["args"]
+        found[case] = [
+            word for word in ("--max-disk-bytes", "--disk-cache-dir") if word in arguments
+        ]
+    assert found == {
+        "defaults": [],
+        "everything": ["--max-disk-bytes"],
+        "no-budget": [],
+        "no-persistence": ["--disk-cache-dir"],
+    }
 
 
 def test_probes_ask_paths_that_need_no_key(server):

@@ -58,7 +58,11 @@ def test_the_runtime_starts_the_server_with_flags_that_it_accepts():
     [container] = FOUND["ServingRuntime"]["spec"]["containers"]
     assert container["name"] == "kserve-container"
     flags = [word.replace("{{.Name}}", "my-model") for word in container["args"]]
-    assert parse_flags(flags, "server").model == "/mnt/models"
+    parsed = parse_flags(flags, "server")
+    assert parsed.model == "/mnt/models"
+    # Without a volume for the cache, blocks would fill the node's disk.
+    assert "volumeMounts" not in container
+    assert parsed.engine["disk_cache_dir"] == "off"
     assert {port["containerPort"] for port in container["ports"]} == {PORT}
     assert FOUND["ServingRuntime"]["spec"]["annotations"]["prometheus.kserve.io/port"] == str(PORT)
     assert {
