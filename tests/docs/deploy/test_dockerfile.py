@@ -9,7 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from helpers.deploy.chart import CHART
 from helpers.deploy.dockerfile import read_dockerfile
 from kvboost_edge.server.flags import parse_flags
 
@@ -91,3 +93,11 @@ def test_the_health_check_asks_the_port_that_is_exposed():
     assert program == "python"
     compile(code, "HEALTHCHECK", "exec")
     assert f":{values('EXPOSE')[0]}/ready" in code
+
+
+def test_a_first_start_may_take_as_long_as_in_the_chart():
+    """Compose starts Open WebUI when the server is healthy, and gives up if it is unhealthy."""
+    [check] = values("HEALTHCHECK")
+    [seconds] = re.findall(r"--start-period=(\d+)s", check)
+    probe = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["startupProbe"]
+    assert int(seconds) >= probe["periodSeconds"] * probe["failureThreshold"]
