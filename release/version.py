@@ -23,6 +23,7 @@ _PLACES = {
     "CITATION.cff": r'^version: *["\']?([^"\'\s]+)',
     "docs/deploy/helm/kvboost-edge/Chart.yaml": r"^appVersion: (\S+)",
     "docs/deploy/kubernetes/serving-runtime.yaml": r"image: \S+/kvboost-edge:(\S+)",
+    "docs/how-to/docker.md": r"-t \S+/kvboost-edge:(\S+)",
     "cuda_ext/pyproject.toml": r'^version = "([^"]+)"',
 }
 

@@ -19,6 +19,7 @@ PLACES = (
     "cuda_ext/pyproject.toml",
     "docs/deploy/helm/kvboost-edge/Chart.yaml",
     "docs/deploy/kubernetes/serving-runtime.yaml",
+    "docs/how-to/docker.md",
 )
 
 
