@@ -226,15 +226,16 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         )
         self._core.use_tiers(tiering)
         self._reuse = ReuseFields(config, parts.runner)
+        self._drafts = DraftFields(
+            config,
+            parts.manager,
+            is_native=info.name == "native",
+            has_drafter=drafter is not None,
+        )
         features = (
             self._reuse,
             SnapshotFields(parts.tokenizer, is_recurrent=bool(info.kv_spec.states)),
-            DraftFields(
-                config,
-                parts.manager,
-                is_native=info.name == "native",
-                has_drafter=drafter is not None,
-            ),
+            self._drafts,
             GrammarFields(),
             ReasoningFields(parts.tokenizer, parts.suppressed),
             WordFields(parts.tokenizer, info.vocab_size),
@@ -275,6 +276,11 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def sampling_defaults(self) -> SamplingDefaults:
         """Sampling values for sampled requests that do not set their own."""
         return self._parts.sampling
+
+    @property
+    def speculates(self) -> bool:
+        """True if requests use draft tokens unless they set `speculation`."""
+        return self._parts.runner.info.stores_kv and self._drafts.speculates
 
     @property
     def reuse_refusal(self) -> str | None:

@@ -70,6 +70,7 @@ class Description(NamedTuple):
         block_size: Tokens per block.
         info: Description of the replica's runner.
         sampling_defaults: The model's default sampling parameters.
+        speculates: True if requests use draft tokens unless they set `speculation`.
         reuse_refusal: Reason why the model does not support non-prefix KV reuse; None if it does.
         embedding_size: Length of an embedding; 0 if embeddings are not supported.
         default_reuse_refusal: Reason why non-prefix KV reuse with default options is not supported;
@@ -83,6 +84,7 @@ class Description(NamedTuple):
     block_size: int
     info: RunnerInfo
     sampling_defaults: SamplingDefaults
+    speculates: bool
     reuse_refusal: str | None
     embedding_size: int
     default_reuse_refusal: str | None

@@ -112,6 +112,10 @@ class ReplicatedEngine:
         return self._about.sampling_defaults
 
     @property
+    def speculates(self) -> bool:
+        return self._about.speculates
+
+    @property
     def reuse_refusal(self) -> str | None:
         return self._about.reuse_refusal
 

@@ -354,6 +354,7 @@ class EngineReplica:
             # Memory addresses are meaningless in another process.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
             sampling_defaults=engine.sampling_defaults,
+            speculates=engine.speculates,
             reuse_refusal=engine.reuse_refusal,
             embedding_size=engine.embedding_size,
             default_reuse_refusal=engine.default_reuse_refusal,

@@ -66,6 +66,9 @@ class Engine(StatsProvider, Protocol):
     def sampling_defaults(self) -> SamplingDefaults: ...
 
     @property
+    def speculates(self) -> bool: ...
+
+    @property
     def reuse_refusal(self) -> str | None: ...
 
     @property

@@ -111,6 +111,12 @@ class DraftFields(RequestFeature):
         self._manager = manager
         self._is_native = is_native
 
+    @property
+    def speculates(self) -> bool:
+        """True if requests use draft tokens unless they set `speculation`."""
+        refusal = speculation_refusal(self._config, self._manager.states)
+        return refusal is None and self._uses(self._config.speculation)
+
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
         """Return the maximum number of draft tokens per step, and whether they are always verified.
 
@@ -136,12 +142,16 @@ class DraftFields(RequestFeature):
             if chosen == "on":
                 raise RequestError(f"speculation='on' is refused: {refusal}")
             return 0
-        if chosen == "off" or (chosen == "auto" and not self._is_native):
+        if not self._uses(chosen):
             return 0
         prepare_drafts()
         most = most_draft_tokens(self._config, states)
         asked = terms.max_draft_tokens or most
         return asked if states is None else min(asked, most)
+
+    def _uses(self, chosen: str) -> bool:
+        """Return whether this value of `speculation` turns on speculative decoding."""
+        return chosen == "on" or (chosen == "auto" and self._is_native)
 
 
 class Speculation(DraftPlanner):

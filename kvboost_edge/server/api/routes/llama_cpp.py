@@ -111,7 +111,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
         {
             "default_generation_settings": {
                 "id": 0,
-                "speculative": True,
+                "speculative": state.engine.speculates,
                 "is_processing": False,
                 **settings,
             },
@@ -137,9 +137,15 @@ async def slots(request: Request, model: ModelParam = None) -> Response:
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)
     context = state.engine.runner_info.max_context
+    speculates = state.engine.speculates
     rows = [
         dumps(
-            {"id": number, "n_ctx": context, "speculative": True, "is_processing": number < running}
+            {
+                "id": number,
+                "n_ctx": context,
+                "speculative": speculates,
+                "is_processing": number < running,
+            }
         )
         for number in range(state.admission.batch)
     ]

@@ -2,9 +2,20 @@
 slots.
 """
 
+import dataclasses
+
+import pytest
+
+from helpers.engine.fake_hybrid import hybrid_parts
+from helpers.engine.fake_runner import fake_parts
 from helpers.server.compat_apis import APIS
+from helpers.server.live_servers import app_client
 from helpers.server.scripted_model import ASK, TOOLS
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.server.api.compat.llama_cpp import translate
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
 
 API = APIS["/completion"]
 TURN = "<|assistant|>"
@@ -81,3 +92,34 @@ async def test_slots_require_the_admin_key_if_there_are_several_keys(app, keyed_
     assert not any(slot["is_processing"] for slot in slots)
     refused = await keyed_app.get("/slots", headers={"Authorization": "Bearer first-key"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)
+
+
+@pytest.mark.parametrize(
+    "runner, speculation, num_draft_rows, speculates",
+    [
+        ("native", "auto", None, True),
+        ("native", "off", None, False),
+        ("torch", "auto", None, False),
+        ("torch", "on", None, True),
+        ("native", "auto", 0, False),
+        ("native", "auto", 4, True),
+    ],
+)
+async def test_props_and_slots_state_whether_requests_use_draft_tokens(
+    runner, speculation, num_draft_rows, speculates
+):
+    """A hybrid has draft rows, whose number is 0 if memory does not suffice."""
+
+    def build(config):
+        parts = (
+            fake_parts() if num_draft_rows is None else hybrid_parts(num_draft_rows=num_draft_rows)
+        )
+        parts.runner.info = dataclasses.replace(parts.runner.info, name=runner)
+        return parts
+
+    config = EngineConfig(speculation=speculation, reuse_gate="off")
+    with CPUPagedEngine._built_by(build, config) as engine:
+        async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as app:
+            props = (await app.get("/props")).json()["default_generation_settings"]
+            slots = (await app.get("/slots")).json()
+    assert {props["speculative"], *(one["speculative"] for one in slots)} == {speculates}
