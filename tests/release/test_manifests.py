@@ -33,6 +33,7 @@ def test_the_formula_names_the_sdist_and_its_digest(dist):
     ]
     assert f'url "{URL}/{SDIST}"\n  sha256 "{digest(SDIST)}"\n' in formula
     assert f'assert_match "kvboost-edge {VERSION}"' in formula
+    assert "on_macos do\n    depends_on arch: :arm64 " in formula
 
 
 def test_the_winget_manifests_agree_and_name_the_archive_and_its_digest(dist):
