@@ -19,6 +19,7 @@ FOUND = {
     for (kind, _), one in documents(path.read_text(encoding="utf-8")).items()
 }
 [PORT] = [int(one.value) for one in read_dockerfile(FOLDER / "Dockerfile") if one.name == "EXPOSE"]
+GRACE = 30  # Kubernetes' default of terminationGracePeriodSeconds
 VERSIONS = {
     "HTTPRoute": "gateway.networking.k8s.io/v1",
     "InferencePool": "inference.networking.k8s.io/v1",
@@ -60,6 +61,8 @@ def test_the_runtime_starts_the_server_with_flags_that_it_accepts():
     flags = [word.replace("{{.Name}}", "my-model") for word in container["args"]]
     parsed = parse_flags(flags, "server")
     assert parsed.model == "/mnt/models"
+    before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert before + parsed.settings.drain_seconds + 5 <= GRACE
     # Without a volume for the cache, blocks would fill the node's disk.
     assert "volumeMounts" not in container
     assert parsed.engine["disk_cache_dir"] == "off"
