@@ -95,7 +95,7 @@ async def test_slots_require_the_admin_key_if_there_are_several_keys(app, keyed_
 
 
 @pytest.mark.parametrize(
-    "runner, speculation, num_draft_rows, speculates",
+    ("runner", "speculation", "num_draft_rows", "speculates"),
     [
         ("native", "auto", None, True),
         ("native", "off", None, False),
