@@ -18,9 +18,14 @@ from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import check_draft_vocabulary, load_tokenizer
-from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.memory.check import (
+    DraftFit,
+    MemoryCheck,
+    format_bytes,
+    packed_place,
+    plan_draft_fit,
+)
 from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft
-from kvboost_edge.engine.memory.process import Overhead, measured_overhead
 from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.engine.memory.selection import (
     Selection,
@@ -37,6 +42,7 @@ from kvboost_edge.host.memory import available_bytes, process_rss, total_bytes
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_label
+from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["doctor_report", "run_doctor"]
@@ -227,9 +233,8 @@ def _memory_of(
         draft = _draft(checkpoint, config, selected)
     except ConfigError as error:
         return {"fits": False, "fit_reason": str(error)}
-    overhead = _overhead(checkpoint, config, selected, draft)
-    available = available_on(selected.backend.device)
-    fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
+    fit, draft, dropped = _fit(checkpoint, config, selected, summary, draft)
+    overhead = fit.overhead
     kv = fit.info.kv_spec
     weights = selected.runner.weights
     sizes: dict[str, Any] = {
@@ -263,6 +268,8 @@ def _memory_of(
         selected.backend.device.startswith("cuda") or fit.needed <= fit.available
     )
     reason = fit.refusal or _arithmetic(fit)
+    if dropped:
+        reason += f"; {dropped}"
     if overhead is not None:
         reason += f"; `serve` takes about {gb(_SERVE_EXTRA_BYTES)} more"
     report = {"fits": fits, "fit_reason": reason, **sizes}
@@ -319,17 +326,22 @@ def _speed_up(ratio: float, accepted: float) -> float:
     )
 
 
-def _overhead(
-    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, draft: DraftPlan | None
-) -> Overhead | None:
-    """Measure the process's memory overhead with the engine's modules and a tokenizer loaded."""
-    if config.max_memory is None:
-        return None
-    importlib.import_module("kvboost_edge.engine.engine")
-    tokenizer = load_tokenizer(checkpoint)
-    overhead = measured_overhead(checkpoint, config, selected, draft)
+def _fit(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    summary: WeightSummary,
+    draft: DraftPlan | None,
+) -> DraftFit:
+    """Check the memory, measuring the process with the engine's modules and a tokenizer loaded."""
+    tokenizer = None
+    if config.max_memory is not None:
+        importlib.import_module("kvboost_edge.engine.engine")
+        tokenizer = load_tokenizer(checkpoint)
+    available = available_on(selected.backend.device)
+    found = plan_draft_fit(checkpoint, config, selected, summary, available, draft)
     del tokenizer  # kept alive during the measurement
-    return overhead
+    return found
 
 
 def _arithmetic(fit: MemoryCheck) -> str:

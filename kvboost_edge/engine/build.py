@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.check import plan_fit
+from kvboost_edge.engine.memory.check import plan_draft_fit
 from kvboost_edge.engine.memory.draft_plan import (
     DraftPlan,
     mtp_refusal,
@@ -161,11 +161,17 @@ def build_from_path(
     tokenizer = load_tokenizer(checkpoint)
     if draft is not None and not draft.is_head:
         check_draft_vocabulary(tokenizer, draft)
-    overhead = measured_overhead(checkpoint, config, selected, draft)
-    if not device.startswith("cuda"):
+    if device.startswith("cuda"):
+        overhead = measured_overhead(checkpoint, config, selected, draft)
+    else:
         available = available_on(device)
-        fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
+        fit, draft, dropped = plan_draft_fit(
+            checkpoint, config, selected, summary, available, draft
+        )
         fit.check()
+        if dropped:
+            _LOG.warning("%s", dropped)
+        overhead = fit.overhead
         pool_bytes = fit.beside
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from helpers.models.mtp_heads import save_with_head
 from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge.cli import doctor
 from kvboost_edge.cli.doctor import _speed_up
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
@@ -93,3 +95,19 @@ def test_a_draft_model_is_added_to_the_memory_or_refused(tmp_path, monkeypatch, 
     assert (found["fits"], found["runner"]) == (False, "native")
     assert "have a recurrent state" in found["fit_reason"]
     assert not (tmp_path / "cache" / "packed").exists()
+
+
+def test_a_head_that_does_not_fit_is_reported_and_left_out(tmp_path, monkeypatch, answered):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    path = save_with_head("glm4_moe", tmp_path / "model")
+    argv = ("doctor", path, "-o", "num_blocks=40")
+    with_head = answered(*argv)[f"Model {path}"]
+    alone = answered(*argv, "-o", "mtp=off")[f"Model {path}"]
+    assert with_head["needed_bytes"] > alone["needed_bytes"]
+    assert "not used" not in with_head["fit_reason"]
+    monkeypatch.setattr(doctor, "available_on", lambda device: alone["needed_bytes"])
+    found = answered(*argv)[f"Model {path}"]
+    assert found["fits"]
+    assert found["needed_bytes"] == alone["needed_bytes"]
+    assert "; the multi-token prediction head is not used, because " in found["fit_reason"]
+    assert "draft_weight_bytes" not in found

@@ -57,11 +57,13 @@ from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
+    "DraftFit",
     "MemoryCheck",
     "PackedPlace",
     "PlannedMemory",
     "format_bytes",
     "packed_place",
+    "plan_draft_fit",
     "plan_fit",
     "planned_memory",
 ]
@@ -197,19 +199,74 @@ def plan_fit(
     )
 
 
+class DraftFit(NamedTuple):
+    """The memory check of a model with its drafter.
+
+    Attributes:
+        fit: The memory check.
+        draft: The drafter, or None without one.
+        dropped: Why the model's own MTP head is not used, or "".
+    """
+
+    fit: MemoryCheck
+    draft: DraftPlan | None
+    dropped: str = ""
+
+
+def plan_draft_fit(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    summary: WeightSummary,
+    available: int,
+    draft: DraftPlan | None,
+) -> DraftFit:
+    """Check the memory of a model and its drafter.
+
+    The MTP head in the model's own files is left out if it does not fit.
+
+    Args:
+        checkpoint: The model.
+        config: Options of the engine.
+        selected: The selected backend and runner.
+        summary: Sizes of the model's weights.
+        available: Available memory in bytes before the weights are loaded.
+        draft: The drafter.
+
+    Raises:
+        ConfigError: An option for recurrent state is set for a model without it, or `max_memory`
+            for a runner whose buffer sizes are unknown.
+    """
+    optional = draft if draft is not None and draft.is_own_head else None
+    # Measured first, because the kernels of the head take memory once they are loaded.
+    alone = None if optional is None else measured_overhead(checkpoint, config, selected)
+    overhead = measured_overhead(checkpoint, config, selected, draft)
+    fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
+    if optional is None or not fit.refusal:
+        return DraftFit(fit, draft)
+    without = plan_fit(checkpoint, config, selected, summary, available, alone)
+    if without.refusal:
+        return DraftFit(without, None)
+    return DraftFit(
+        without,
+        None,
+        "the multi-token prediction head is not used, because the model does not fit with it: "
+        f"{fit.refusal}",
+    )
+
+
 def _draft_share(draft: DraftPlan | None) -> str:
     """Return the part of a draft model or MTP head, for the end of an error message."""
     if draft is None:
         return ""
     info = draft.info
-    name, advice = "draft model", "leave draft_model out, or choose a smaller one"
-    if info.borrows_kv:
-        name, advice = "assistant", "leave draft_model out"
-    elif draft.is_head:
-        name, advice = "multi-token prediction head", "set mtp='off' to do without it"
+    name, advice = "draft model", "; leave draft_model out, or choose a smaller one"
+    if draft.is_head:
+        name = "assistant" if info.borrows_kv else "multi-token prediction head"
+        advice = "" if draft.is_own_head else "; leave draft_model out"
     return (
         f". The {name} takes {gb(info.weight_bytes)} of the weights and "
-        f"{info.kv_spec.bytes_per_block} bytes of each block; {advice}"
+        f"{info.kv_spec.bytes_per_block} bytes of each block{advice}"
     )
 
 
@@ -275,9 +332,9 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     draft = plan_draft(checkpoint, selected, config)
-    overhead = measured_overhead(checkpoint, config, selected, draft)
+    available = available_on(device)
     summary = checkpoint.summary()
-    fit = plan_fit(checkpoint, config, selected, summary, available_on(device), overhead, draft)
+    fit = plan_draft_fit(checkpoint, config, selected, summary, available, draft).fit
     return PlannedMemory(fit.needed, device, bool(fit.info.kv_spec.states))
 
 

@@ -63,6 +63,11 @@ class DraftPlan(NamedTuple):
         return self.head is not None
 
     @property
+    def is_own_head(self) -> bool:
+        """True for the MTP head in the model's own files, which the engine can do without."""
+        return self.head is self.checkpoint
+
+    @property
     def _mtp(self) -> MtpSpec | None:
         return None if self.head is None else self.head.mtp
 

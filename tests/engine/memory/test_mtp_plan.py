@@ -2,6 +2,7 @@
 options.
 """
 
+import bisect
 import logging
 
 import numpy as np
@@ -12,8 +13,11 @@ from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine import build
+from kvboost_edge.engine.memory import check
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
+from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.memory import process_rss
@@ -150,8 +154,50 @@ def test_max_memory_covers_the_head(path):
         assert engine._parts.drafter.runner.info.max_context == 64
     assert both["buffer_bytes"] > alone["buffer_bytes"]
     assert both["draft_weight_bytes"] > 0 == alone["draft_weight_bytes"]
-    with pytest.raises(CapacityError, match=r"prediction head takes .* set mtp='off'"):
+    with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(path, num_blocks=10**9)
+    assert "head" not in str(caught.value), "without the head, the model does not fit either"
+
+
+@pytest.mark.parametrize("speculation", ["auto", "on"])
+def test_an_engine_starts_without_a_head_that_does_not_fit(path, speculation, monkeypatch, caplog):
+    """The least memory with which the model alone fits is found by bisection."""
+    options = {"num_blocks": 40, "max_num_seqs": 2, "speculation": speculation}
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig(**options)
+    selected = select_path(checkpoint, config)
+    draft = plan_draft(checkpoint, selected, config)
+
+    def refusal(available, head):
+        summary = checkpoint.summary()
+        return plan_fit(checkpoint, config, selected, summary, available, None, head).refusal
+
+    least = bisect.bisect_left(range(GB), True, key=lambda size: not refusal(size, None))
+    assert refusal(least, draft)
+    monkeypatch.setattr(build, "available_on", lambda device: least)
+    monkeypatch.setattr(check, "available_on", lambda device: least)
+    with (
+        caplog.at_level(logging.WARNING),
+        CPUPagedEngine.from_pretrained(path, **options) as engine,
+    ):
+        assert engine._parts.drafter is None
+        assert len(engine.generate("a cat", 4, ignore_eos=True).output_token_ids) == 4
+    said = "the multi-token prediction head is not used, because the model does not fit with it: "
+    warned = [one for one in caplog.messages if said in one]
+    block = draft.info.kv_spec.bytes_per_block
+    assert len(warned) == 1
+    assert f"{gb(draft.info.weight_bytes)} of the weights and {block} bytes of each" in warned[0]
+    without = EngineConfig(**options, mtp="off")
+    assert planned_memory(path, config).nbytes == planned_memory(path, without).nbytes
+    monkeypatch.setattr(build, "available_on", lambda device: least - 1)
+    with pytest.raises(CapacityError):
+        CPUPagedEngine.from_pretrained(path, **options)
+
+
+def test_a_head_file_that_does_not_fit_is_refused(path, tmp_path):
+    alone = write_head_file(path, tmp_path / "head.gguf")
+    with pytest.raises(CapacityError, match=r"prediction head takes .*; leave draft_model out$"):
+        CPUPagedEngine.from_pretrained(path, draft_model=alone, num_blocks=10**9)
 
 
 def test_a_damaged_head_is_not_used(tmp_path, caplog):

@@ -16,7 +16,7 @@ from helpers.onnx.writer import write_onnx
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
-from kvboost_edge.engine.memory import process
+from kvboost_edge.engine.memory import check, process
 from kvboost_edge.engine.memory.process import Overhead
 from kvboost_edge.engine.memory.report import planned_pool_bytes
 from kvboost_edge.engine.spec_decode.drafting import TenantHistory
@@ -84,7 +84,7 @@ def overhead(monkeypatch):
     """Overhead of 300 MB, regardless of what earlier tests left in this process."""
     fixed = Overhead(200 * MB, 100 * MB)
     monkeypatch.setattr(
-        build, "measured_overhead", lambda _, config, *__: fixed if config.max_memory else None
+        check, "measured_overhead", lambda _, config, *__: fixed if config.max_memory else None
     )
     monkeypatch.setattr(process, "process_rss", lambda: 0)
     return fixed
@@ -176,7 +176,7 @@ def test_recurrent_states_are_taken_from_the_remainder(overhead, tmp_path, monke
 def test_packing_memory_counts_in_the_bound(overhead, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     small = overhead._replace(buffers=0)
-    monkeypatch.setattr(build, "measured_overhead", lambda *_: small)
+    monkeypatch.setattr(check, "measured_overhead", lambda *_: small)
     options = {"max_memory": small.resident + 40 * MB, "max_model_len": 64}
     with pytest.raises(
         CapacityError, match=r"overhead of 0\.20 GB and the .* needed to pack the weights"
