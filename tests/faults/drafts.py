@@ -28,6 +28,27 @@ FAULTS = faults(
         _OF_HEADS,
     ),
     (
+        "MTP head: stays blind before the last tokens of an earlier request",
+        "engine/spec_decode/mtp_head.py",
+        "start = self._connected(table, (states.first + 1) // self.block_size)",
+        "start = states.first + 1",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: computes KV that a tier is loading",
+        "engine/spec_decode/mtp_head.py",
+        " or self._drafted.awaits([block_id])",
+        "",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: fills nothing of a prompt if another request fills a block of it",
+        "engine/spec_decode/model_drafts.py",
+        "runs = self._without(turn, runs, taken)",
+        "pass",
+        _OF_HEADS,
+    ),
+    (
         "MTP head: joins a token with the token's own state",
         "engine/spec_decode/token_states.py",
         "found[first - start + 1 :][: len(rows)] = rows",

@@ -463,7 +463,7 @@ class ModelDrafts:
             if draft.count == 0 and states.stop - states.first > _KEPT_STATES:
                 turns.append(ModelTurn(work.sequence, draft, states.stop))
                 if draft.fills_prompt is not False:
-                    draft.num_fill = states.stop - states.first + self.model.block_size
+                    draft.num_fill = states.stop  # all that is missing
         if turns:
             with self._off_after_error():
                 self._run(turns, is_ending)
@@ -537,19 +537,16 @@ class ModelDrafts:
         """Yield the rows of passes that compute what the draft model has not seen.
 
         The passes end with the last token of each sequence that drafts. If two sequences lack the
-        same block, the second one drafts nothing in this step.
+        same block, the second one drafts nothing in this step. If it only fills, it skips the block.
         """
         taken: set[int] = set()
         rows: list[tuple[ModelTurn, DraftRows]] = []
         size = 0
         for turn in turns:
             runs = self._runs(turn)
-            table = turn.sequence.blocks
-            blocks = {
-                table.block_ids[place // self.model.block_size]
-                for first, end in runs
-                for place in range(first, end)
-            }
+            if turn.is_done:
+                runs = self._without(turn, runs, taken)
+            blocks = {block_id for run in runs for block_id in self._blocks(turn, run)}
             if not taken.isdisjoint(blocks):
                 turn.is_done = True
                 continue
@@ -567,6 +564,25 @@ class ModelDrafts:
                         size = 0
         if rows:
             yield rows
+
+    def _blocks(self, turn: ModelTurn, run: tuple[int, int]) -> list[int]:
+        """Return the blocks of a run of positions."""
+        size = self.model.block_size
+        return turn.sequence.blocks.block_ids[run[0] // size : -(-run[1] // size)]
+
+    def _without(
+        self, turn: ModelTurn, runs: Several[tuple[int, int]], taken: set[int]
+    ) -> list[tuple[int, int]]:
+        """Return runs of positions without those in the blocks `taken`."""
+        size = self.model.block_size
+        found = []
+        for first, end in runs:
+            for block_id in self._blocks(turn, (first, end)):
+                stop = min(end, (first // size + 1) * size)
+                if block_id not in taken:
+                    found.append((first, stop))
+                first = stop
+        return found
 
     def _runs(self, turn: ModelTurn) -> list[tuple[int, int]]:
         """Return the runs of positions to compute before the first token is drafted."""

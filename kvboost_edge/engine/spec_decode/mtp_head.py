@@ -9,6 +9,10 @@ Hidden states are not stored. KV of a token whose state was not kept stays missi
 prefix that was cached without it. The head then attends to the blocks from the first one after
 which no KV is missing. In that block, and at the start of a sequence, a state of zeros takes the
 place of those that are unknown.
+
+A request usually ends before the KV of its last tokens was computed. The next request that reuses
+their blocks computes it from states of zeros, together with its own first tokens. This is less
+exact than a pass at the end of the request, but such a pass would delay all answers.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from kvboost_edge.runners.base import ForwardBatch
 
 __all__ = ["MtpHead"]
 
+_MOST_UNKNOWN = 48  # tokens before the known states whose KV is made of states of zeros
+
 
 class MtpHead(DraftModel):
     """Passes of an MTP head, and the record of the tokens whose KV it has."""
@@ -40,9 +46,31 @@ class MtpHead(DraftModel):
     def missing(
         self, table: BlockTable, stop: int, states: TokenStates | None = None
     ) -> list[tuple[int, int]]:
-        """Return the runs of positions whose state is known, or that share a block with them."""
+        """Return the runs of positions whose state is known, and of those just before them.
+
+        A request often ends before the KV of its last tokens was computed. Their states are lost,
+        and the head would see nothing before them. Their KV is therefore made of states of zeros,
+        which is less exact, if that connects the sequence to blocks that are full.
+        """
         assert states is not None
-        return self._missing(table, states.first + 1, min(stop, states.stop))
+        start = self._connected(table, (states.first + 1) // self.block_size)
+        return self._missing(table, start, min(stop, states.stop))
+
+    def _connected(self, table: BlockTable, start: int) -> int:
+        """Return the position of the first of the blocks before `start` that are to be filled.
+
+        KV that a tier is loading is not missing.
+        """
+        size = self.block_size
+        first = start
+        num_missing = 0
+        while first and not self._drafted.is_full(table.block_ids[first - 1]):
+            first -= 1
+            block_id = table.block_ids[first]
+            num_missing += size - self._drafted.filled[block_id]
+            if num_missing > _MOST_UNKNOWN or self._drafted.awaits([block_id]):
+                return start * size
+        return first * size
 
     def settle(self, table: BlockTable, start: int, stop: int) -> None:
         """Leave the KV of draft tokens missing, because it was made of the head's own states."""

@@ -71,13 +71,67 @@ def test_a_shared_prefix_is_not_recomputed_by_the_head(kind, length):
 
 def test_a_prefix_without_head_kv_is_filled_on_demand(kind):
     bench = drafting_bench(kind, MTP)
-    shared = prompt(1, 64)
+    shared = prompt(1, 128)
     bench.ask(shared, 1)  # without drafts
     result = bench.ask([*shared, 2], 40, terms=DRAFTS)
     assert result.cached_tokens > 0
     assert result.drafted_tokens > 20
     assert result.accepted_tokens < 3  # it does not see the prefix and is right only by chance
     assert draft_runner(bench).computed < 41 + result.drafted_tokens + SIZE
+
+
+@pytest.mark.parametrize("answer", [20, 29, 44])
+def test_the_head_sees_the_turns_before_this_one(kind, answer):
+    """The KV of the last tokens of a request is missing when it ends."""
+    bench = drafting_bench(kind, MTP)
+    tokens = prompt(answer, 70)
+    for _ in range(3):
+        result = bench.ask(tokens, answer, terms=DRAFTS)
+        assert_all_accepted(bench)
+        tokens += [*result.output_token_ids, 7, 8, 9]
+    assert result.cached_tokens > 70
+
+
+@pytest.mark.parametrize("answer", [20, 25])
+def test_the_head_sees_a_turn_whose_states_waited_until_its_end(kind, answer, monkeypatch):
+    bench = drafting_bench(kind, MTP)
+    tokens = prompt(answer, 70)
+    with monkeypatch.context() as patch:
+        patch.setattr(models_of(bench), "propose", lambda *args: None)
+        result = bench.ask(tokens, answer, terms=DRAFTS)
+    result = bench.ask([*tokens, *result.output_token_ids, 7, 8, 9], 40, terms=DRAFTS)
+    assert result.cached_tokens > 70
+    assert result.drafted_tokens > 20
+    assert_all_accepted(bench)
+
+
+def test_requests_that_lack_the_same_block_fill_all_others(kind, monkeypatch):
+    bench = drafting_bench(kind, MTP, max_batch_tokens=256)
+    tokens = prompt(5, 70)
+    with monkeypatch.context() as patch:
+        patch.setattr(models_of(bench), "propose", lambda *args: None)
+        tokens += bench.ask(tokens, 30, terms=DRAFTS).output_token_ids
+    handles = [
+        bench.submit([*tokens, *prompt(seed, 120)], 30, terms=DRAFTS)
+        for seed in range(2)
+    ]
+    bench.run()
+    assert all(bench.answer(handle).drafted_tokens > 15 for handle in handles)
+    assert_all_accepted(bench)
+
+
+def test_kv_that_a_tier_is_loading_is_not_computed(kind):
+    bench = drafting_bench(kind, MTP)
+    tokens = prompt(1, 100)
+    manager, model = bench.manager, models_of(bench).model
+    table = manager.open_table(tokens, b"")
+    manager.extend(table, 100)
+    model.note_filled(table, 0, 80)
+    states = model.new_states()
+    states.keep(table, 96, np.ones((4, 2), np.float32), 4)
+    assert model.missing(table, 100, states) == [(80, 100)]
+    manager.drafted.arriving[table.block_ids[5]] = None
+    assert model.missing(table, 100, states) == [(96, 100)]
 
 
 @pytest.mark.parametrize("seed", range(4))
