@@ -537,7 +537,8 @@ class ModelDrafts:
         """Yield the rows of passes that compute what the draft model has not seen.
 
         The passes end with the last token of each sequence that drafts. If two sequences lack the
-        same block, the second one drafts nothing in this step. If it only fills, it skips the block.
+        same block, the second one drafts nothing in this step, or leaves the block out if it only
+        fills.
         """
         taken: set[int] = set()
         rows: list[tuple[ModelTurn, DraftRows]] = []

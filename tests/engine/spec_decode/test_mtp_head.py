@@ -111,10 +111,7 @@ def test_requests_that_lack_the_same_block_fill_all_others(kind, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(models_of(bench), "propose", lambda *args: None)
         tokens += bench.ask(tokens, 30, terms=DRAFTS).output_token_ids
-    handles = [
-        bench.submit([*tokens, *prompt(seed, 120)], 30, terms=DRAFTS)
-        for seed in range(2)
-    ]
+    handles = [bench.submit([*tokens, *prompt(seed, 120)], 30, terms=DRAFTS) for seed in range(2)]
     bench.run()
     assert all(bench.answer(handle).drafted_tokens > 15 for handle in handles)
     assert_all_accepted(bench)
