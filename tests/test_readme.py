@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import install_extra
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
+from kvboost_edge.options import options_of
+from kvboost_edge.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -155,6 +158,22 @@ def test_extras_are_added_by_name():
     said = [line for path in sources for line in re.findall(r".*pip install.*", path.read_text())]
     others = ("./cuda_ext", "ziglang")  # packages that are not extras
     assert all(any(package in line for package in others) for line in said), said
+
+
+def test_deprecated_flags_are_announced():
+    """The changelog and the policy name each option whose help says that it is deprecated."""
+    declared = {**options_of(EngineConfig), **options_of(ServerSettings)}
+    deprecated = {
+        f"--{name.replace('_', '-')}"
+        for name, one in declared.items()
+        if one.help.startswith("Deprecated")
+    }
+    for page, heading in (
+        (ROOT / "CHANGELOG.md", "### Deprecated"),
+        (ROOT / "docs" / "reference" / "versions.md", "## Deprecation"),
+    ):
+        section = page.read_text(encoding="utf-8").split(f"\n{heading}\n")[1].split("\n## ")[0]
+        assert deprecated <= set(re.findall(r"--[a-z-]+", section))
 
 
 def test_named_commands_exist():

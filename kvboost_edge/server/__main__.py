@@ -191,12 +191,16 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
 
     A single engine enforces the limit itself. With several models, the loader enforces it, and each
     engine sizes its pool as if the machine had only this much memory. If `--max-model-bytes` is
-    also given, the smaller limit applies, and the server logs both.
+    also given, the smaller limit applies, and the server logs both. The flag is deprecated, which
+    the server logs as well.
 
     Returns:
         The changed options, and the memory limit for the loader. The limit is None with a single
         model or without `--max-memory`.
     """
+    given = options.settings.max_model_bytes
+    if given is not None:
+        log_facts(logging.WARNING, "--max-model-bytes is deprecated; use --max-memory instead")
     bound = options.engine.get("max_memory")
     if bound is None:
         return options, None
@@ -206,7 +210,6 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
 
     process = ProcessMemory(EngineConfig(max_memory=bound).max_memory or 0, process_rss())
     allowance = process.for_models
-    given = options.settings.max_model_bytes
     if given is not None:
         log_facts(
             logging.INFO,

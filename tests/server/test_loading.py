@@ -68,10 +68,23 @@ def test_the_smaller_of_both_memory_bounds_applies(machine, caplog, given, bound
     with caplog.at_level(logging.INFO):
         options, _ = command._bounded(options_of("--max-memory", "2GB", "--max-model-bytes", given))
     assert options.engine["max_memory"] == bound
-    (record,) = caplog.records
+    _deprecation, record = caplog.records
     assert "the smaller allowance applies" in record.getMessage()
     facts = vars(record)["facts"]
     assert (facts["max_memory_allows"], facts["measured_overhead"]) == (1_700_000_000, 300_000_000)
+
+
+@pytest.mark.parametrize(
+    "other", [(), ("--max-memory", "2GB"), ("--model", "a=x", "--model", "b=y")]
+)
+def test_a_deprecated_flag_is_logged_once_with_its_successor(machine, caplog, other):
+    command._bounded(options_of("--max-model-bytes", "1GB", *other))
+    assert [record.getMessage() for record in caplog.records] == [
+        "--max-model-bytes is deprecated; use --max-memory instead"
+    ]
+    caplog.clear()
+    command._bounded(options_of(*other))
+    assert not caplog.records
 
 
 def options_of(*argv):
