@@ -1,7 +1,8 @@
 """Comparison of the project's version with the other places that state it, and with a tag.
 
 python -m release.version            check the changelog, the chart and other places
-python -m release.version TAG        also check that TAG is "v" and the version
+python -m release.version TAG        also check that TAG is "v" and the version, and that
+                                     no page says that the version is not released yet
 
 The exit code is 1 if anything differs. The release workflow runs it before it publishes.
 """
@@ -26,6 +27,8 @@ _PLACES = {
     "docs/how-to/docker.md": r"-t \S+/kvboost-edge:(\S+)",
     "cuda_ext/pyproject.toml": r'^version = "([^"]+)"',
 }
+_HEADING = re.compile(r"^## \[[^\]]+\](.*)", flags=re.MULTILINE)
+_NOT_PUBLISHED = re.compile(r"not\s+on\s+PyPI\s+yet")
 
 
 def project_version(root: Path = ROOT) -> str:
@@ -35,7 +38,10 @@ def project_version(root: Path = ROOT) -> str:
 
 
 def problems(root: Path = ROOT, tag: str | None = None) -> list[str]:
-    """Return a line for each place, and for the tag, that states another version."""
+    """Return a line for each place, and for the tag, that states another version.
+
+    With a tag, also return a line for each page that says that this version is not released yet.
+    """
     version = project_version(root)
     found = []
     for name, pattern in _PLACES.items():
@@ -48,6 +54,21 @@ def problems(root: Path = ROOT, tag: str | None = None) -> list[str]:
             found.append(f"{name} states {other}; {_PROJECT} states {version}")
     if tag is not None and tag.removeprefix("refs/tags/") != f"v{version}":
         found.append(f"the tag is {tag}; {_PROJECT} states {version}, so tag it v{version}")
+    return found if tag is None else found + _unreleased(root)
+
+
+def _unreleased(root: Path) -> list[str]:
+    found = []
+    changelog = root / "CHANGELOG.md"
+    if changelog.is_file():
+        heading = _HEADING.search(changelog.read_text(encoding="utf-8"))
+        if heading is None or not re.fullmatch(r" - \d{4}-\d{2}-\d{2}", heading[1]):
+            stated = "no version" if heading is None else f"{heading[0]!r}"
+            found.append(f"CHANGELOG.md begins with {stated}; end the heading with the date")
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        if path.is_file() and _NOT_PUBLISHED.search(path.read_text(encoding="utf-8")):
+            name = path.relative_to(root).as_posix()
+            found.append(f"{name} says that the package is not on PyPI yet; remove the sentence")
     return found
 
 

@@ -32,6 +32,14 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def released(tree):
+    """The same folder, with a date in the changelog."""
+    path = tree / "CHANGELOG.md"
+    path.write_text(re.sub(r"^(## \[.*\]).*", r"\1 - 2026-12-24", path.read_text(), flags=re.M))
+    return tree
+
+
 def test_all_places_agree():
     assert checks.problems() == []
     assert checks.main([]) == 0
@@ -58,8 +66,29 @@ def test_an_installation_of_this_tree_is_up_to_date():
 
 
 @pytest.mark.parametrize("prefix", ["", "refs/tags/"])
-def test_a_tag_of_this_version_is_accepted(tree, prefix):
-    assert checks.problems(tree, f"{prefix}v{checks.project_version()}") == []
+def test_a_tag_of_this_version_is_accepted(released, prefix):
+    assert checks.problems(released, f"{prefix}v{checks.project_version()}") == []
+
+
+@pytest.mark.parametrize("end", [" - unreleased", "", " - soon", " - 2026-12-24 (unreleased)"])
+def test_a_tag_needs_a_date_in_the_changelog(released, end):
+    heading = f"## [{checks.project_version()}]{end}"
+    older = "## [0.0.1] - 2026-01-01"
+    (released / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n\n{older}\n")
+    assert checks.problems(released) == []
+    assert checks.problems(released, f"v{checks.project_version()}") == [
+        f"CHANGELOG.md begins with {heading!r}; end the heading with the date"
+    ]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/how-to/install.md"])
+def test_no_page_of_a_tag_says_that_the_package_is_not_published(released, name):
+    path = released / name
+    path.write_text("The package is not on PyPI\nyet, so install the wheel.\n")
+    assert checks.problems(released) == []
+    assert checks.problems(released, f"v{checks.project_version()}") == [
+        f"{name} says that the package is not on PyPI yet; remove the sentence"
+    ]
 
 
 @pytest.mark.parametrize("tag", ["v1.0.0", "1.0.0rc1", "v1.0.0rc2", "v1.0.0-rc1", "main", "v", ""])
@@ -83,7 +112,7 @@ def test_another_version_elsewhere_is_named(tree, name, how):
 
 
 def test_the_exit_code_stops_a_workflow(capsys):
-    assert checks.main([f"v{checks.project_version()}"]) == 0
+    assert checks.main([]) == 0
     assert checks.main(["v0.0.1"]) == 1
     assert "the tag is v0.0.1" in capsys.readouterr().err
     for wrong in (["v1", "v2"], ["--tag"]):
