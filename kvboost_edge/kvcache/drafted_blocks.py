@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.hashing import BlockAddress
 
 __all__ = ["DraftedBlocks"]
@@ -22,12 +23,14 @@ class DraftedBlocks:
         arriving: addresses of the blocks whose KV of the drafter is being loaded from a tier, by
             block id. The drafter waits for them.
         block_size: tokens per block.
+        copy_kv: function that copies KV of the drafter between blocks of its pool at once.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.filled = [0] * num_blocks
         self.arriving: dict[int, BlockAddress] = {}
         self.block_size = block_size
+        self.copy_kv: Callable[[Sequence[CopyOp]], None] = lambda copies: None
         self._digest: bytes | None = None
         # Blocks that became full, and full blocks that were evicted, since the last drain. The
         # dicts are used as ordered sets.
@@ -61,6 +64,13 @@ class DraftedBlocks:
     def copy(self, source: int, target: int) -> None:
         """Record that a block becomes a copy of another one."""
         self.filled[target] = self.filled[source]
+
+    def merge(self, source: int, target: int) -> None:
+        """Copy KV of the drafter to a block of the same tokens, if that has less of it."""
+        # The source may be freed and overwritten before the next step, so the copy cannot wait.
+        if self.filled[source] > self.filled[target]:
+            self.copy_kv([CopyOp(source, target)])
+            self.fill(target, self.filled[source])
 
     def note_evicted(self, block_id: int) -> None:
         """Log that a published block is evicted, if it is full. Call it before `empty`."""

@@ -6,7 +6,8 @@ same tokens concurrently. Blocks that the table publishes later use the publishe
 parent.
 
 A table that uses the cache replaces its own block with the published one. Its whole chain then
-stays matchable while the table is live. A table that bypasses the cache keeps its own blocks.
+stays matchable while the table is live. The published block takes over KV of a drafter that it
+lacks. A table that bypasses the cache keeps its own blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from kvboost_edge.kvcache.block_contents import BlockContents
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
+from kvboost_edge.kvcache.drafted_blocks import DraftedBlocks
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
 __all__ = ["DuplicateBlocks", "published_equal"]
@@ -40,17 +42,24 @@ class DuplicateBlocks:
         pool: the block pool.
         content: log of published blocks, to which new ones are added.
         released: ordered set that collects the ids of freed blocks that cannot be matched.
+        drafted: record of the blocks that have KV of a drafter.
     """
 
-    __slots__ = ("_content", "_index", "_is_disabled", "_pool", "_released")
+    __slots__ = ("_content", "_drafted", "_index", "_is_disabled", "_pool", "_released")
 
     def __init__(
-        self, index: PrefixIndex, pool: BlockPool, content: BlockContents, released: dict[int, None]
+        self,
+        index: PrefixIndex,
+        pool: BlockPool,
+        content: BlockContents,
+        released: dict[int, None],
+        drafted: DraftedBlocks,
     ) -> None:
         self._index = index
         self._pool = pool
         self._content = content
         self._released = released
+        self._drafted = drafted
         self._is_disabled = False
 
     def keep_apart(self) -> None:
@@ -95,6 +104,7 @@ class DuplicateBlocks:
         own = table.block_ids[index]
         assert entry is not None  # `block_id` is published
         self._pool.touch(block_id)
+        self._drafted.merge(own, block_id)
         table.block_ids[index] = block_id
         if index == table._num_hashed - 1:
             table._chain_serial = entry.serial

@@ -111,14 +111,16 @@ class KVCacheManager(PoolUsage):
         # are used as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
-        self.duplicates = DuplicateBlocks(self._index, self._pool, self.content, self._released)
+        self.drafted = DraftedBlocks(num_blocks, block_size)
+        self.duplicates = DuplicateBlocks(
+            self._index, self._pool, self.content, self._released, self.drafted
+        )
         self._publisher = Publisher(
             self._index, self._claims, self.content, self.duplicates, hash_fn, block_size
         )
         self.spans = Spans(
             self._pool, self._index, self._claims, self._take, self._released, block_size
         )
-        self.drafted = DraftedBlocks(num_blocks, block_size)
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
 

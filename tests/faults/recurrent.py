@@ -368,6 +368,13 @@ FAULTS = faults(
         _OF_TWINS,
     ),
     (
+        "duplicate blocks: drafter KV of the freed block is lost",
+        _TWINS,
+        "self._drafted.merge(own, block_id)",
+        "pass",
+        _OF_TWINS,
+    ),
+    (
         "duplicate blocks: shared by a request that bypasses the cache",
         _TWINS,
         "or not table._shares",

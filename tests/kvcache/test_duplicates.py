@@ -45,6 +45,23 @@ def test_duplicate_blocks_are_replaced_by_published_ones():
     manager.check_invariants([second])
 
 
+@pytest.mark.parametrize(("own", "published"), [(4, 0), (3, 1), (2, 2), (1, 4)])
+def test_a_published_block_takes_over_kv_of_a_drafter_that_it_lacks(own, published):
+    manager = KVCacheManager(8, B)
+    tokens = list(range(5))
+    first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
+    copied = []
+    manager.drafted.copy_kv = copied.extend
+    for table, num_filled in ((first, published), (second, own)):
+        manager.extend(table, 5)
+        manager.drafted.fill(table.block_ids[0], num_filled)
+    copy = CopyOp(second.block_ids[0], first.block_ids[0])
+    manager.commit(first, tokens, 5)
+    manager.commit(second, tokens, 5)
+    assert copied == ([copy] if own > published else [])
+    assert manager.drafted.filled[second.block_ids[0]] == max(own, published)
+
+
 def test_replayed_blocks_stay_published_while_their_table_lives():
     """The replay duplicates blocks that are published. The table takes over the published ones
     before they are evicted.

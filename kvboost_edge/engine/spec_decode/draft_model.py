@@ -94,6 +94,8 @@ class DraftModel:
         self._runner = parts.runner
         self._backend = parts.backend
         self._drafted = manager.drafted
+        if parts.has_kv:
+            self._drafted.copy_kv = parts.backend.copy_blocks
         self.block_size = manager.block_size
         self.num_computed_tokens = 0
 

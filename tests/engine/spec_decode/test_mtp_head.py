@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.draft_models import MTP, draft_runner, drafting_bench, models_of
+from helpers.engine.model_kinds import ModelKind
 from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
@@ -115,6 +116,17 @@ def test_requests_that_lack_the_same_block_fill_all_others(kind, monkeypatch):
     bench.run()
     assert all(bench.answer(handle).drafted_tokens > 15 for handle in handles)
     assert_all_accepted(bench)
+
+
+def test_head_kv_of_recomputed_blocks_is_kept():
+    """A block that was computed without the head is recomputed, because its state is missing."""
+    bench = drafting_bench(ModelKind.HYBRID, MTP)
+    shared = prompt(1, 160)
+    bench.ask([*shared, *prompt(2, 50)], 1)  # without drafts
+    for seed in range(2):
+        result = bench.ask([*shared, *prompt(seed, 30)], 40, terms=DRAFTS)
+        assert result.drafted_tokens > 20
+        assert_all_accepted(bench)
 
 
 def test_kv_that_a_tier_is_loading_is_not_computed(kind):
