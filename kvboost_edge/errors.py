@@ -11,6 +11,7 @@ __all__ = [
     "CacheCorruption",
     "CapacityError",
     "ConfigError",
+    "DraftModelMismatch",
     "KVBoostError",
     "ModelFormatError",
     "RequestError",
@@ -32,6 +33,10 @@ class KVBoostError(Exception):
 
 class ConfigError(KVBoostError, ValueError):
     """Error for an option that is unknown, out of range, of the wrong type, or unsupported."""
+
+
+class DraftModelMismatch(ConfigError):
+    """Error for a draft model that is supported, but not with the model it shall draft for."""
 
 
 class ModelFormatError(KVBoostError, ValueError):

@@ -16,6 +16,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_draft_fit
 from kvboost_edge.engine.memory.draft_plan import (
     DraftPlan,
+    check_draft_files,
     mtp_refusal,
     plan_draft,
     with_draft_model,
@@ -46,7 +47,12 @@ from kvboost_edge.engine.request.sampling_defaults import (
     sampling_defaults,
 )
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
-from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    ConfigError,
+    DraftModelMismatch,
+    ModelFormatError,
+)
 from kvboost_edge.host.memory import Region, give_back
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
@@ -248,9 +254,14 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
     """Return why a model cannot have the config's draft model, or "" if it can or there is none.
 
     The models are located and checked, but not loaded.
+
+    Raises:
+        KVBoostError: The model or the draft model cannot be opened, or the draft model is not
+            supported.
     """
     if config.draft_model is None:
         return ""
+    check_draft_files(config)
     checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     selected = select_path(checkpoint, config)
     try:
@@ -260,7 +271,7 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
             return "it is the draft model itself"
         if not draft.is_head:
             check_draft_vocabulary(load_tokenizer(checkpoint), draft)
-    except ConfigError as error:
+    except DraftModelMismatch as error:
         return str(error)
     return ""
 
@@ -269,14 +280,14 @@ def check_draft_vocabulary(tokenizer: Tokenizer, draft: DraftPlan) -> None:
     """Check that a draft model has the vocabulary of the model with this tokenizer.
 
     Raises:
-        ConfigError: The vocabularies differ. The message names the first difference.
+        DraftModelMismatch: The vocabularies differ. The message names the first difference.
     """
     own = load_tokenizer(draft.checkpoint)
     # Two files in different folders may have the same name.
     if own.name == tokenizer.name:
         own.name = f"the draft model's {own.name}"
     if difference := vocabulary_difference(tokenizer, own):
-        raise ConfigError(
+        raise DraftModelMismatch(
             f"draft_model={str(draft.checkpoint.path)!r} is refused, because the vocabularies "
             f"differ: {difference}; give a draft model of the same family"
         )

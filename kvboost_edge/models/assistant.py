@@ -27,7 +27,8 @@ class AssistantFiles:
         target_weights: weight format of that model.
 
     Raises:
-        ModelFormatError: the assistant does not fit the model.
+        ModelFormatError: the assistant is damaged.
+        DraftModelMismatch: the assistant does not fit the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, target_weights: str) -> None:

@@ -287,7 +287,13 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 # its files change meanwhile, the engine checks the new vocabulary itself.
 @functools.lru_cache(maxsize=256)
 def _draft_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
-    """Return why a model cannot have the server's draft model, or ""."""
+    """Return why a model cannot have the server's draft model, or "".
+
+    Errors are raised, and therefore not cached.
+
+    Raises:
+        KVBoostError: one of the models cannot be opened, or no model can have this draft model.
+    """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import draft_model_refusal
 
@@ -327,7 +333,8 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     )
     chosen, ignored = _engine_options(model, options)
     for flag, reason in ignored.items():
-        log_facts(logging.INFO, f"{flag} is ignored: {reason}", model=model)
+        level = logging.WARNING if flag == "--draft-model" else logging.INFO
+        log_facts(level, f"{flag} is ignored: {reason}", model=model)
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]

@@ -4,8 +4,10 @@ loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
@@ -19,7 +21,7 @@ from kvboost_edge.engine.memory.selection import (
     select_path,
     usable_context,
 )
-from kvboost_edge.errors import ConfigError, KVBoostError, ModelFormatError
+from kvboost_edge.errors import ConfigError, DraftModelMismatch, KVBoostError, ModelFormatError
 from kvboost_edge.models.assistant import AssistantFiles, HeadFile
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
@@ -30,7 +32,14 @@ from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.runners.choice import plan_of
 from kvboost_edge.runners.native.select_native import native_kv_spec
 
-__all__ = ["DraftPlan", "mtp_refusal", "plan_draft", "short_vocabulary", "with_draft_model"]
+__all__ = [
+    "DraftPlan",
+    "check_draft_files",
+    "mtp_refusal",
+    "plan_draft",
+    "short_vocabulary",
+    "with_draft_model",
+]
 
 # Size of the short vocabulary. In texts in Latin script and in code, 1 to 8% of the tokens of a
 # vocabulary of 152,000 have higher ids, because low ids are those of frequent tokens.
@@ -124,17 +133,59 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         config: Options of the engine.
 
     Raises:
-        ConfigError: One of the two models does not support draft models.
+        DraftModelMismatch: The model cannot have a draft model, or not this one.
+        ConfigError: The draft model cannot be opened, or is not supported.
     """
     if config.draft_model is None:
         return _plan_head(target, selected, config)
-    name = os.fspath(config.draft_model)
-    if refusal := _target_refusal(target, selected):
-        raise ConfigError(f"draft_model={name!r} is refused: {refusal}; leave draft_model out")
-    own = dataclasses.replace(
+    with _refused_by_name(config.draft_model):
+        if refusal := _target_refusal(target, selected):
+            raise DraftModelMismatch(f"{refusal}; leave draft_model out")
+        own = _draft_options(config, selected.backend.name)
+        checkpoint = open_checkpoint(find_model(os.fspath(config.draft_model), own), own)
+        if checkpoint.is_mtp_file:
+            return _plan_head_file(checkpoint, target, selected, config)
+        if is_assistant(checkpoint.config):
+            return _plan_assistant(checkpoint, target, selected, config)
+        if refusal := _draft_refusal(checkpoint, config):
+            raise ConfigError(refusal)
+        chosen = select_path(checkpoint, own)
+        info = planned_info(checkpoint, own, chosen, checkpoint.summary())
+        info = dataclasses.replace(info, short_vocabulary=short_vocabulary(config, info.vocab_size))
+    return DraftPlan(checkpoint, own, chosen, info)
+
+
+def check_draft_files(config: EngineConfig) -> None:
+    """Check that the config's draft model can be opened and is supported.
+
+    Raises:
+        ConfigError: It cannot be opened, or no model can have it as draft model.
+    """
+    assert config.draft_model is not None
+    with _refused_by_name(config.draft_model):
+        own = _draft_options(config, config.backend)
+        checkpoint = open_checkpoint(find_model(os.fspath(config.draft_model), own), own)
+        is_drafter = checkpoint.is_mtp_file or is_assistant(checkpoint.config)
+        if not is_drafter and (refusal := _draft_refusal(checkpoint, config)):
+            raise ConfigError(refusal)
+
+
+@contextlib.contextmanager
+def _refused_by_name(draft_model: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors into a ConfigError that names the draft model."""
+    try:
+        yield
+    except KVBoostError as error:
+        kind = DraftModelMismatch if isinstance(error, DraftModelMismatch) else ConfigError
+        raise kind(f"draft_model={os.fspath(draft_model)!r} is refused: {error}") from error
+
+
+def _draft_options(config: EngineConfig, backend: str) -> EngineConfig:
+    """Return the options for loading a draft model."""
+    return dataclasses.replace(
         config,
         runner="native",
-        backend=selected.backend.name,
+        backend=backend,
         weights=config.draft_weights,
         kv_cache_bits=_UNQUANTIZED[0],
         dtype="auto",
@@ -148,20 +199,6 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
         arithmetic="exact",  # draft tokens are verified, so other bits would save little
         prefill="exact",
     )
-    try:
-        checkpoint = open_checkpoint(find_model(name, own), own)
-        if checkpoint.is_mtp_file:
-            return _plan_head_file(checkpoint, target, selected, config)
-        if is_assistant(checkpoint.config):
-            return _plan_assistant(checkpoint, target, selected, config)
-        if refusal := _draft_refusal(checkpoint, config):
-            raise ConfigError(refusal)
-        chosen = select_path(checkpoint, own)
-        info = planned_info(checkpoint, own, chosen, checkpoint.summary())
-        info = dataclasses.replace(info, short_vocabulary=short_vocabulary(config, info.vocab_size))
-    except KVBoostError as error:
-        raise ConfigError(f"draft_model={name!r} is refused: {error}") from error
-    return DraftPlan(checkpoint, own, chosen, info)
 
 
 def _plan_assistant(
@@ -170,7 +207,8 @@ def _plan_assistant(
     """Plan an assistant.
 
     Raises:
-        ModelFormatError: The assistant is damaged, or does not fit the model.
+        ModelFormatError: The assistant is damaged.
+        DraftModelMismatch: The assistant does not fit the model.
     """
     assistant = AssistantFiles(checkpoint, target, selected.runner.weights)
     weights = config.draft_weights
@@ -189,7 +227,8 @@ def _plan_head_file(
     """Plan the MTP head in a file of its own.
 
     Raises:
-        ModelFormatError: The head is damaged or not supported, or does not fit the model.
+        ModelFormatError: The head is damaged or not supported.
+        DraftModelMismatch: The head does not fit the model.
     """
     head = HeadFile(checkpoint, target, selected.runner.weights)
     weights = config.draft_weights

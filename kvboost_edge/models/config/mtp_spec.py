@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.errors import DraftModelMismatch, ModelFormatError
 from kvboost_edge.models.config.spec import LayerSpec, ModelSpec, describe_model
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.families.registry import ASSISTANTS
@@ -81,7 +81,7 @@ def fitted_head(head: MtpSpec, own: ModelSpec, target: ModelSpec) -> MtpSpec:
         target: spec of the model.
 
     Raises:
-        ModelFormatError: the head belongs to another model. The message names the difference.
+        DraftModelMismatch: the head belongs to another model. The message names the difference.
     """
     wanted = describe_mtp(target, ()).model
     layer, fitting = (model.layers[0] for model in (head.model, wanted))
@@ -98,7 +98,7 @@ def fitted_head(head: MtpSpec, own: ModelSpec, target: ModelSpec) -> MtpSpec:
     )
     for name, found, expected in pairs:
         if found != expected:
-            raise ModelFormatError(
+            raise DraftModelMismatch(
                 f"the multi-token prediction head belongs to a model with another {name}: "
                 f"{found}, but the model has {expected}; give the head of this model"
             )
@@ -122,8 +122,8 @@ def describe_assistant(config: Mapping[str, Any], target: ModelSpec) -> MtpSpec:
         target: spec of the model that it drafts for.
 
     Raises:
-        ModelFormatError: the assistant is damaged, or does not fit the model. The message names the
-            difference.
+        ModelFormatError: the assistant is damaged.
+        DraftModelMismatch: the assistant does not fit the model. The message names the difference.
     """
     kind = str(config.get("model_type"))
     inner = config.get("text_config")
@@ -142,7 +142,7 @@ def describe_assistant(config: Mapping[str, Any], target: ModelSpec) -> MtpSpec:
             "are not supported in an assistant"
         )
     if target.family is not own.family:
-        raise ModelFormatError(
+        raise DraftModelMismatch(
             f"an assistant of model_type={kind!r} drafts for models of its family, not for "
             f"model_type={target.model_type!r}"
         )
@@ -153,7 +153,7 @@ def describe_assistant(config: Mapping[str, Any], target: ModelSpec) -> MtpSpec:
     )
     for name, found, key, wanted in pairs:
         if found != wanted:
-            raise ModelFormatError(
+            raise DraftModelMismatch(
                 f"the assistant has {name}={found}, but the model has {key}={wanted}; give the "
                 "assistant of this model"
             )
@@ -179,7 +179,7 @@ def _borrowing(index: int, own: ModelSpec, target: ModelSpec) -> LayerSpec:
     A query sees no KV at its own position, so its window has one position less.
 
     Raises:
-        ModelFormatError: the model has no KV that fits the layer.
+        DraftModelMismatch: the model has no KV that fits the layer.
     """
     layer = own.layers[index]
     kind = "sliding" if layer.window else "full"
@@ -187,7 +187,7 @@ def _borrowing(index: int, own: ModelSpec, target: ModelSpec) -> LayerSpec:
         one for one in target.layers if one.owns_kv and bool(one.window) == bool(layer.window)
     ]
     if not of_kind:
-        raise ModelFormatError(
+        raise DraftModelMismatch(
             f"layer {index} of the assistant needs the KV of a layer with {kind} attention, but "
             "the model has none"
         )
@@ -200,7 +200,7 @@ def _borrowing(index: int, own: ModelSpec, target: ModelSpec) -> LayerSpec:
     )
     for name, found, wanted in pairs:
         if found != wanted:
-            raise ModelFormatError(
+            raise DraftModelMismatch(
                 f"layer {index} of the assistant ({kind} attention) has another {name} than the "
                 f"KV of the model that it attends to: {found}, but the model has {wanted}; give "
                 "the assistant of this model"

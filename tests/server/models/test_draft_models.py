@@ -1,11 +1,16 @@
 """Tests of a server's draft model, with one model and with several."""
 
+import logging
+import shutil
+import threading
+
 import pytest
 
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import shareable
-from kvboost_edge.server.__main__ import _engine_options
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.__main__ import _engine_options, _load
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.models.loader import reserved_bytes
 
@@ -51,6 +56,34 @@ def test_each_of_several_models_is_loaded_with_supported_options(folders):
     assert ignored["--draft-model"] == "it is the draft model itself"
     engine, ignored = found["hybrid"]
     assert engine["max_state_bytes"] == options.engine["max_state_bytes"]
+
+
+def test_a_draft_model_that_cannot_be_opened_is_an_error_with_several_models(folders, tmp_path):
+    """The error is not remembered: the draft model is used once it is there."""
+    path = tmp_path / "draft"
+    options = _options(folders, "target", "hybrid", **{"draft-model": path})
+    for name in ("target", "hybrid"):
+        with pytest.raises(ConfigError, match="is refused: there is no model directory"):
+            _engine_options(str(folders / name), options)
+    shutil.copytree(folders / "hybrid", path)
+    with pytest.raises(ConfigError, match="is refused: some of its layers have a recurrent state"):
+        _engine_options(str(folders / "target"), options)
+    shutil.rmtree(path)
+    shutil.copytree(folders / "draft", path)
+    engine, ignored = _engine_options(str(folders / "target"), options)
+    assert (engine["draft_model"], ignored) == (str(path), {})
+
+
+def test_a_model_loaded_without_the_draft_model_is_logged_as_warning(folders, caplog):
+    options = _options(folders, "target", "draft", **{"num-blocks": 16})
+    with (
+        caplog.at_level(logging.INFO),
+        _load(str(folders / "draft"), options, threading.Event()) as engine,
+    ):
+        assert engine.paged_stats()["draft_weight_bytes"] == 0
+    said = [one for one in caplog.records if "--draft-model is ignored" in one.getMessage()]
+    assert [one.levelno for one in said] == [logging.WARNING]
+    assert "it is the draft model itself" in said[0].getMessage()
 
 
 @pytest.mark.parametrize(
