@@ -17,9 +17,17 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.atomic_files import replace_file
 
-__all__ = ["NO_CACHE", "FileStamp", "cache_directory", "recall", "remember"]
+__all__ = [
+    "NO_CACHE",
+    "FileStamp",
+    "cache_directory",
+    "home_directory",
+    "recall",
+    "remember",
+]
 
 NO_CACHE = Path(os.devnull)
 """A cache directory that disables the cache."""
@@ -51,20 +59,44 @@ class FileStamp:
         return cls(str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
+def home_directory() -> Path:
+    """Return the user's home directory, or the root directory for a user without one."""
+    # A container may run as a user that has neither HOME nor an entry in the password database.
+    # Container runtimes set HOME to the root directory for such users.
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.sep)
+
+
 def cache_directory() -> Path:
-    """Return the directory in KVBOOST_EDGE_CACHE, or the platform's cache directory."""
+    """Return the directory in KVBOOST_EDGE_CACHE, or the platform's cache directory.
+
+    The directory need not exist or be writable.
+
+    Raises:
+        ConfigError: KVBOOST_EDGE_CACHE begins with `~`, but that home directory is not known.
+    """
     named = os.environ.get("KVBOOST_EDGE_CACHE")
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"KVBOOST_EDGE_CACHE={named!r} begins with a home directory that is not known; "
+                "set it to an absolute path"
+            ) from error
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA")
         return (
-            (Path(base) if base else Path.home() / "AppData" / "Local") / "kvboost-edge" / "cache"
+            (Path(base) if base else home_directory() / "AppData" / "Local")
+            / "kvboost-edge"
+            / "cache"
         )
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "kvboost-edge"
+        return home_directory() / "Library" / "Caches" / "kvboost-edge"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvboost-edge"
+    return (Path(base) if base else home_directory() / ".cache") / "kvboost-edge"
 
 
 def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:

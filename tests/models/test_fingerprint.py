@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.host import file_digest
 from kvboost_edge.host.file_memo import FileStamp, cache_directory, recall, remember
 from kvboost_edge.models import fingerprint
 from kvboost_edge.models.fingerprint import fingerprint_of_directory, fingerprint_of_module
+from kvboost_edge.models.locate.stores import stored_models
 
 
 @pytest.fixture
@@ -99,6 +100,38 @@ def test_the_cache_directory_is_configurable_and_private(model, tmp_path, monkey
     assert stat.S_IMODE((tmp_path / "named").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "named" / "files").stat().st_mode) == 0o700
     assert stat.S_IMODE(entries[0].stat().st_mode) == 0o600
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """A user without HOME and without an entry in the password database."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "KVBOOST_EDGE_CACHE", "LLAMA_CACHE", "OLLAMA_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("platform", "directory"),
+    [("linux", "/.cache/kvboost-edge"), ("darwin", "/Library/Caches/kvboost-edge")],
+)
+def test_the_cache_directory_of_a_user_without_a_home(no_home, platform, directory, monkeypatch):
+    monkeypatch.setattr("sys.platform", platform)
+    assert cache_directory() == Path(directory)
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", "~/cache")
+    with pytest.raises(ConfigError, match=r"KVBOOST_EDGE_CACHE='~/cache' .* absolute path"):
+        cache_directory()
+
+
+def test_stores_are_listed_for_a_user_without_a_home(no_home, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("kvboost_edge.models.locate.ollama_store._SERVICE", tmp_path / "none")
+    assert list(stored_models()) == []
 
 
 def test_fingerprints_work_without_a_writable_cache(model, tmp_path, cache, hashed):

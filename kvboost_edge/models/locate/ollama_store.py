@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host.file_memo import home_directory
 
 __all__ = ["OLLAMA", "ollama_model", "ollama_names"]
 
@@ -81,7 +82,9 @@ def ollama_names() -> Iterator[str]:
 
 def _roots() -> list[Path]:
     named = os.environ.get("OLLAMA_MODELS")
-    return [Path(named).expanduser()] if named else [Path.home() / ".ollama" / "models", _SERVICE]
+    return (
+        [Path(named).expanduser()] if named else [home_directory() / ".ollama" / "models", _SERVICE]
+    )
 
 
 def _blob(root: Path, manifest: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.host.file_memo import cache_directory
+from kvboost_edge.host.file_memo import cache_directory, home_directory
 from kvboost_edge.models.locate.hub import gguf_models
 from kvboost_edge.models.locate.managed import managed_models
 from kvboost_edge.models.locate.ollama_store import OLLAMA, ollama_model, ollama_names
@@ -140,12 +140,12 @@ def _own() -> Iterator[StoredModel]:
 
 def _llama_cpp() -> Iterator[StoredModel]:
     named = os.environ.get("LLAMA_CACHE")
-    caches = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    caches = home_directory() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
     return _in_folders(Path(named).expanduser() if named else caches / "llama.cpp")
 
 
 def _lm_studio() -> Iterator[StoredModel]:
-    home = Path.home()
+    home = home_directory()
     return _in_folders(home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models")
 
 
