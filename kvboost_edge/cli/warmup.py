@@ -76,9 +76,8 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     compiled = counted(len(forms), "configuration", "configurations")
     library = kernel_library()
     place = cache_path() if library is None else library.path
-    console.print(
-        f"{compiled} compiled, {model} ready after {seconds:.1f} s; compiled kernels are in {place}"
-    )
+    kept = f"compiled kernels are in {place}" if place else "compiled kernels are not kept"
+    console.print(f"{compiled} compiled, {model} ready after {seconds:.1f} s; {kept}")
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ __all__ = [
     "FileStamp",
     "cache_directory",
     "home_directory",
+    "make_private",
     "recall",
     "remember",
 ]
@@ -122,10 +123,18 @@ def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = N
     entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
     # Without the cache, on a read-only or full disk, only the next start takes longer.
     with contextlib.suppress(OSError):
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if _trusted(directory):
+        if make_private(directory):
             _write_atomically(_entry_path(directory, stamp), json.dumps(entry))
+
+
+def make_private(directory: Path) -> bool:
+    """Create a directory for this user, and return whether only this user can have written to it.
+
+    Raises OSError.
+    """
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return _trusted(directory)
 
 
 def _directory(cache_dir: Path | None) -> Path:

@@ -69,7 +69,8 @@ def expected_seconds(num_kernels: int) -> float:
 def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
     """Compile the kernels that are not on disk yet, in child processes.
 
-    If no child process can be started, this process compiles the kernels and logs a warning.
+    If no child process can be started, or no folder can be written, this process compiles the
+    kernels and logs a warning.
 
     Args:
         entries: kernels to compile, slowest first.
@@ -89,10 +90,9 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
             if children
             else "this process, whose memory grows by about 200 MB"
         )
+        later = "load them from disk" if cache_path() else "compile them again"
         _LOG.info(
-            "compiling %d kernels for this machine in %s; later runs load them from disk",
-            len(missing),
-            where,
+            "compiling %d kernels for this machine in %s; later runs %s", len(missing), where, later
         )
         tell(0, len(missing))
         for index, _ in enumerate(
@@ -175,13 +175,14 @@ class Child:
 def _children(count: int) -> Iterator[list[Child]]:
     """Start up to `count` children and kill them on exit.
 
-    The list is empty if no Python interpreter can be started or the cache is not writable.
+    The list is empty if no Python interpreter can be started or no folder can be written.
     """
+    if cache_path() is None:  # `cache_path` has logged a warning
+        yield []
+        return
     reason = ""
     if not sys.executable or getattr(sys, "frozen", False):
         reason = "no Python interpreter is known (sys.executable)"
-    elif not os.access(cache_path(), os.W_OK):
-        reason = f"{cache_path()} cannot be written (NUMBA_CACHE_DIR)"
     children: list[Child] = []
     try:
         while not reason and len(children) < count:

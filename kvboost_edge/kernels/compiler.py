@@ -5,14 +5,24 @@ Only `jit.py` and `build.py` import this module, when something must be compiled
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llvmlite import binding
 from numba.core import config
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    NullCache,
+    UserWideCacheLocator,
+)
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import PassManager, register_pass
@@ -22,11 +32,14 @@ from numba.core.types import Function
 from numba.core.typing.templates import make_intrinsic_template
 
 from kvboost_edge.host.atomic_files import alone_in
+from kvboost_edge.host.file_memo import cache_directory, make_private
 from kvboost_edge.kernels import sources
 from kvboost_edge.kernels.library import kernel_library
 from kvboost_edge.kernels.notices import tell_of_compilation
 
 __all__ = ["CompiledKernel", "cache_folder", "intrinsic_type", "object_code"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
@@ -62,6 +75,43 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
                 path.unlink(missing_ok=True)
 
 
+class _UserWideLocator(UserWideCacheLocator):  # type: ignore[misc]
+    """Numba's folder in the home directory, if there is a home directory."""
+
+    def ensure_cache_path(self) -> None:
+        # Numba would create a folder named "~" in the working directory.
+        if self.get_cache_path().startswith("~"):
+            raise FileNotFoundError("the user has no home directory")
+        super().ensure_cache_path()
+
+
+class _CacheDirectoryLocator(InTreeCacheLocator):  # type: ignore[misc]
+    """A folder in the cache directory, for users that can write to none of Numba's folders."""
+
+    def get_cache_path(self) -> str:
+        below = self.get_suitable_cache_subpath(self._py_file)
+        return str(cache_directory().absolute() / "compiled" / below)
+
+    def ensure_cache_path(self) -> None:
+        path = Path(self.get_cache_path())
+        # The files contain code that this process runs.
+        if not (make_private(path.parent) and make_private(path)):
+            raise PermissionError(f"{path} can be written by other users")
+        tempfile.TemporaryFile(dir=path).close()
+
+
+class _CacheFiles(CompileResultCacheImpl):  # type: ignore[misc]
+    """Numba's files and folders, with a folder in the cache directory as the last choice."""
+
+    _locator_classes = (
+        *(
+            _UserWideLocator if each is UserWideCacheLocator else each
+            for each in CompileResultCacheImpl._locator_classes
+        ),
+        _CacheDirectoryLocator,
+    )
+
+
 class _PackageCache(FunctionCache):  # type: ignore[misc]
     """Numba's file cache, keyed on the sources of all kernels instead of that of one function.
 
@@ -70,7 +120,12 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         is_named: True for `named_kernel`, whose code is identified by its name and the sources. If
             False, Numba adds a hash of the closure. That hash differs in every process if the
             closure holds other kernels.
+
+    Raises:
+        RuntimeError: Numba and the package have no folder that can be written.
     """
+
+    _impl_class = _CacheFiles
 
     def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
         super().__init__(function)
@@ -104,6 +159,37 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         if found is None:
             tell_of_compilation()
         return found
+
+
+class _NoCache(NullCache):  # type: ignore[misc]
+    """Cache that keeps nothing, for processes that can write to no folder."""
+
+    def has(self, sig: Any, codegen: Any) -> bool:
+        return False
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        tell_of_compilation()
+
+
+def _cache_of(function: Callable[..., Any], *, is_named: bool = False) -> _PackageCache | _NoCache:
+    """Return the cache of a function, or one that keeps nothing if no folder can be written."""
+    try:
+        return _PackageCache(function, is_named=is_named)
+    except RuntimeError as error:
+        _warn(cache_directory())
+        _LOG.debug("%s", error)
+        return _NoCache()
+
+
+@functools.cache
+def _warn(directory: Path) -> None:
+    """Log once that compiled kernels are not kept."""
+    _LOG.warning(
+        "this process compiles its kernels and does not keep them, because neither the package's "
+        "folder nor Numba's nor %s can be written by this user alone. Set KVBOOST_EDGE_CACHE or "
+        "NUMBA_CACHE_DIR to a writable folder",
+        directory,
+    )
 
 
 _OPTIONS = {
@@ -176,7 +262,7 @@ class CompiledKernel(CPUDispatcher):  # type: ignore[misc]
     # total this took three times as long.
     def __init__(self, function: Callable[..., Any], *, is_named: bool) -> None:
         super().__init__(function, targetoptions=dict(_OPTIONS))
-        self._cache = _PackageCache(function, is_named=is_named)
+        self._cache = _cache_of(function, is_named=is_named)
         self._part = _Part(function)
 
     def get_call_template(self, arguments: Any, names: Any) -> Any:
@@ -239,6 +325,7 @@ def object_code(
     return machine.emit_object(module), result.signature.return_type
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels."""
-    return Path(_PackageCache(sources.digest_of).cache_path)
+def cache_folder() -> Path | None:
+    """Return the folder of compiled kernels, or None if no folder can be written."""
+    path = _cache_of(sources.digest_of).cache_path
+    return None if path is None else Path(path)

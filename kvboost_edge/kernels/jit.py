@@ -115,11 +115,13 @@ def is_on_disk(function: Any, arguments: tuple[Any, ...]) -> bool:
     return bool(dispatcher._cache.has(arguments, dispatcher.targetctx.codegen()))
 
 
-def cache_path() -> str:
-    """Return the folder of compiled kernels.
+def cache_path() -> str | None:
+    """Return the folder of compiled kernels, or None if no folder can be written.
 
-    The folder is next to the sources, or in the user's cache if the sources are read-only.
+    The folder is the first writable one of these: NUMBA_CACHE_DIR, `__pycache__` next to the
+    sources, Numba's folder in the user's cache, `compiled` in the cache directory.
     """
     from kvboost_edge.kernels.compiler import cache_folder
 
-    return str(cache_folder())
+    folder = cache_folder()
+    return None if folder is None else str(folder)

@@ -337,4 +337,11 @@ FAULTS = (
         '"notices.py", "vectors.py", "reference/*")',
         "tests/kernels/test_jit.py::test_the_source_digest_covers_every_module_that_affects_code",
     ),
+    fault(
+        "keeps no compiled kernels if Numba has no folder for them",
+        "kernels/compiler.py",
+        "        _CacheDirectoryLocator,\n",
+        "",
+        "tests/kernels/test_aot.py::test_kernels_go_to_the_cache_directory_if_numba_has_no_folder",
+    ),
 )

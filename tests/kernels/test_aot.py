@@ -3,12 +3,16 @@
 import json
 import logging
 import os
+import shutil
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+import kvboost_edge
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.entry import KernelEntry
@@ -117,3 +121,118 @@ def test_compilation_falls_back_to_this_process_with_a_log_line(
         aot.compile_ahead([missing], 2)
     assert "compiled in this process" in caplog.text
     assert "1 kernels for this machine in this process" in caplog.text
+
+
+# A process reports the folder of compiled kernels, the kernels that it compiled itself, and whether
+# one was missing on disk.
+COPY = """
+import json, logging, sys
+from numba.core import event
+from kvboost_edge.kernels import aot
+from kvboost_edge.kernels.attention.storage import copy_entry
+logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+own, told = [], []
+class Listener(event.Listener):
+    def on_start(self, one):
+        own.append(one.data["dispatcher"].__name__)
+    def on_end(self, one):
+        pass
+event.register("numba:compile", Listener())
+aot.on_compiling(lambda done, total: told.append(done))
+aot.compile_ahead([copy_entry], 1)
+assert copy_entry.address
+print(json.dumps([aot.cache_path(), "_copy" in own, bool(told)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def locked_package(tmp_path_factory):
+    """A folder with a copy of the package, whose folders of kernels take no cache files.
+
+    Files block the way, because a superuser can write to read-only folders.
+    """
+    room = tmp_path_factory.mktemp("locked")
+    source = Path(kvboost_edge.__file__).parent
+    package = room / source.name
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in {each.parent for each in (package / "kernels").rglob("*.py")}:
+        (path / "__pycache__").write_text("in the way")
+    return room
+
+
+@pytest.fixture
+def copied(locked_package, tmp_path):
+    """Function that runs COPY with this cache directory, where Numba can write to no folder.
+
+    Returns what it reports, and its log.
+    """
+    blocked = tmp_path / "a-file"
+    blocked.write_text("in the way")
+    work = tmp_path / "work"
+    work.mkdir()
+
+    def run(cache, *folders, home=True):
+        dropped = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"}
+        environment = {name: value for name, value in os.environ.items() if name not in dropped}
+        homes = {"HOME": str(blocked), "XDG_CACHE_HOME": str(blocked)} if home else {}
+        paths = os.pathsep.join(map(str, [locked_package, *folders, *sys.path]))
+        environment |= homes | {"PYTHONPATH": paths, "KVBOOST_EDGE_KERNELS": "none"}
+        done = subprocess.run(
+            [sys.executable, "-c", COPY],
+            env=environment | {"KVBOOST_EDGE_CACHE": str(cache)},
+            cwd=work,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert list(work.iterdir()) == []
+        return json.loads(done.stdout), done.stderr
+
+    return run
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has another folder for Numba")
+def test_kernels_go_to_the_cache_directory_if_numba_has_no_folder(copied, tmp_path):
+    cache = tmp_path / "cache"
+    (folder, *compiled), log = copied(cache)
+    assert compiled == [False, True]
+    assert Path(folder).parent == cache / "compiled"
+    assert stat.S_IMODE((cache / "compiled").stat().st_mode) == 0o700
+    assert len(list(cache.glob("compiled/*/*.nbc"))) == 1
+    assert "WARNING" not in log
+    assert "later runs load them from disk" in log
+    assert copied(cache)[0] == [folder, False, False]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has another folder for Numba")
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_process_without_any_folder_compiles_kernels_itself(copied, tmp_path, trusted):
+    """Neither a directory that cannot be created nor one that others can write to is used."""
+    cache = tmp_path / "a-file" / "cache"
+    if not trusted:
+        cache = tmp_path / "cache"
+        (cache / "compiled").mkdir(parents=True)
+        (cache / "compiled").chmod(0o777)
+    found, log = copied(cache)
+    assert found == [None, True, True]
+    [warning] = [line for line in log.splitlines() if "WARNING" in line]
+    assert "KVBOOST_EDGE_CACHE" in warning
+    assert "NUMBA_CACHE_DIR" in warning
+    assert str(cache) in warning
+    assert "later runs compile them again" in log
+    assert list(tmp_path.rglob("*.nbc")) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pwd is a module of POSIX systems")
+def test_kernels_go_to_the_cache_directory_of_a_user_without_a_home(copied, tmp_path):
+    nobody = tmp_path / "nobody"
+    nobody.mkdir()
+    # Child processes import this module, too.
+    (nobody / "sitecustomize.py").write_text(
+        "import pwd\ndef unknown(uid):\n    raise KeyError(uid)\npwd.getpwuid = unknown\n"
+    )
+    (folder, *compiled), log = copied(tmp_path / "cache", nobody, home=False)
+    assert compiled == [False, True]
+    assert Path(folder).parent == tmp_path / "cache" / "compiled"
+    assert "WARNING" not in log
