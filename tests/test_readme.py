@@ -160,6 +160,19 @@ def test_extras_are_added_by_name():
     assert all(any(package in line for package in others) for line in said), said
 
 
+def test_all_is_every_extra_for_users():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    [joined] = extras["all"]
+    parts = set(re.fullmatch(r"kvboost-edge\[(.*)\]", joined)[1].split(","))
+    assert parts == set(extras) - {"all", "bench", "dev", "docs"}
+    guide = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
+    section = guide.split("\n## Extras\n")[1].split("\n## ")[0]
+    # `cuda` is another name of `torch`.
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == parts - {"cuda"} | {"all"}
+
+
 def test_deprecated_flags_are_announced():
     """The changelog and the policy name each option whose help says that it is deprecated."""
     declared = {**options_of(EngineConfig), **options_of(ServerSettings)}
