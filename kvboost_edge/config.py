@@ -633,6 +633,17 @@ class EngineConfig:
 
     def _check_draft_model(self) -> None:
         value = self.draft_model
+        count = self.draft_vocabulary
+        if count is not None and self.speculation == "off":
+            raise ConfigError(
+                f"draft_vocabulary={count} has no effect with speculation='off'; leave one of them "
+                "out"
+            )
+        if count is not None and value is None and self.mtp == "off":
+            raise ConfigError(
+                f"draft_vocabulary={count} has no effect without draft_model or mtp='auto'; give "
+                "one of them, or leave draft_vocabulary out"
+            )
         if value is None:
             if self.draft_weights != _DRAFT_WEIGHTS:
                 raise ConfigError(

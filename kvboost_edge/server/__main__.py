@@ -264,10 +264,15 @@ def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], 
     engine = _without(engine, *refused)
     ignored = {f"--{name}": reason for name, reason in refused.items()}
     if engine.get("draft_model") is not None:
-        checked = _without(engine, "max_state_bytes")
+        checked = _without(engine, "max_state_bytes", "draft_vocabulary")
         if refusal := _draft_refusal(model, tuple(checked.items())):
             engine = _without(engine, "draft_model", "draft_weights")
             ignored["--draft-model"] = refusal
+    if engine.get("draft_vocabulary") is not None:
+        checked = _without(engine, "max_state_bytes", "draft_vocabulary")
+        if refusal := _vocabulary_refusal(model, tuple(checked.items())):
+            engine = _without(engine, "draft_vocabulary")
+            ignored["--draft-vocabulary"] = refusal
     if engine.get("max_state_bytes") is not None:
         from kvboost_edge.config import EngineConfig
         from kvboost_edge.engine.memory.check import planned_memory
@@ -298,6 +303,15 @@ def _draft_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
     from kvboost_edge.engine.build import draft_model_refusal
 
     return draft_model_refusal(model, EngineConfig.from_options(**dict(options)))
+
+
+@functools.lru_cache(maxsize=256)
+def _vocabulary_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
+    """Return why `draft_vocabulary` has no effect on a model with these options, or ""."""
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.engine.memory.draft_plan import draft_vocabulary_refusal
+
+    return draft_vocabulary_refusal(model, EngineConfig.from_options(**dict(options)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -333,7 +347,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     )
     chosen, ignored = _engine_options(model, options)
     for flag, reason in ignored.items():
-        level = logging.WARNING if flag == "--draft-model" else logging.INFO
+        level = logging.WARNING if flag.startswith("--draft-") else logging.INFO
         log_facts(level, f"{flag} is ignored: {reason}", model=model)
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:

@@ -128,6 +128,11 @@ def _runs(options: dict[str, Any], modes: Sequence[str]) -> dict[str, dict[str, 
         ConfigError: the flag contradicts the options.
     """
     if not modes:
+        if "draft_vocabulary" in options and not {"speculation", "draft_model"} & options.keys():
+            raise ConfigError(
+                "draft_vocabulary has no effect without --speculation mtp or --draft-model; add "
+                "one of them, or leave draft_vocabulary out"
+            )
         chosen = "auto" if "draft_model" in options else "off"
         return {"": {"speculation": chosen, **options}}
     for name in ("speculation", "mtp"):
@@ -142,12 +147,22 @@ def _runs(options: dict[str, Any], modes: Sequence[str]) -> dict[str, dict[str, 
             if has_draft
             else "--speculation draft needs a draft model; add --draft-model MODEL"
         )
+    used = {"draft": {*options}, "mtp": {"draft_vocabulary"}}
+    drafting = {name for name in options if name.startswith("draft_")}
+    if unused := sorted(drafting.difference(*(used.get(mode, ()) for mode in modes))):
+        raise ConfigError(
+            f"{unused[0]} has no effect on --speculation {','.join(modes)}; leave it out"
+        )
     plain = {name: value for name, value in options.items() if not name.startswith("draft_")}
     found = {
         "off": {**plain, "speculation": "off"},
         "lookup": {**plain, "speculation": "auto", "mtp": "off"},
         "draft": {**options, "speculation": "auto"},
-        "mtp": {**plain, "speculation": "auto"},
+        "mtp": {
+            **plain,
+            **{name: options[name] for name in used["mtp"] & drafting},
+            "speculation": "auto",
+        },
     }
     return {mode: found[mode] for mode in modes}
 

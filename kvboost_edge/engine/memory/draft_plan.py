@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
@@ -35,6 +36,7 @@ from kvboost_edge.runners.native.select_native import native_kv_spec
 __all__ = [
     "DraftPlan",
     "check_draft_files",
+    "draft_vocabulary_refusal",
     "mtp_refusal",
     "plan_draft",
     "short_vocabulary",
@@ -134,15 +136,52 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
 
     Raises:
         DraftModelMismatch: The model cannot have a draft model, or not this one.
-        ConfigError: The draft model cannot be opened, or is not supported.
+        ConfigError: The draft model cannot be opened, or is not supported, or `draft_vocabulary`
+            has no effect.
     """
-    if config.draft_model is None:
-        return _plan_head(target, selected, config)
-    with _refused_by_name(config.draft_model):
+    draft = (
+        _plan_head(target, selected, config)
+        if config.draft_model is None
+        else _plan_draft_model(config.draft_model, target, selected, config)
+    )
+    if config.draft_vocabulary is not None and (reason := _unused_vocabulary(target, draft)):
+        raise ConfigError(
+            f"draft_vocabulary={config.draft_vocabulary} has no effect {reason}; leave "
+            "draft_vocabulary out"
+        )
+    return draft
+
+
+def draft_vocabulary_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
+    """Return why `draft_vocabulary` has no effect on a model with these other options, or ""."""
+    checkpoint = open_checkpoint(find_model(path_or_id, config), config)
+    selected = select_path(checkpoint, config)
+    reason = _unused_vocabulary(checkpoint, plan_draft(checkpoint, selected, config))
+    return f"it has no effect {reason}" if reason else ""
+
+
+def _unused_vocabulary(target: Checkpoint, draft: DraftPlan | None) -> str:
+    """Return without or on what a short vocabulary has no effect, or "" if it has one."""
+    if draft is None:
+        return (
+            f"without draft_model, because {target.path.name} has no multi-token prediction head "
+            "that is used"
+        )
+    return "on an assistant, which chooses from all ids" if draft.info.borrows_kv else ""
+
+
+def _plan_draft_model(
+    draft_model: str | os.PathLike[str],
+    target: Checkpoint,
+    selected: Selection,
+    config: EngineConfig,
+) -> DraftPlan:
+    """Plan a draft model, an assistant or an MTP head in a file of its own."""
+    with _refused_by_name(draft_model):
         if refusal := _target_refusal(target, selected):
             raise DraftModelMismatch(f"{refusal}; leave draft_model out")
         own = _draft_options(config, selected.backend.name)
-        checkpoint = open_checkpoint(find_model(os.fspath(config.draft_model), own), own)
+        checkpoint = open_checkpoint(find_model(os.fspath(draft_model), own), own)
         if checkpoint.is_mtp_file:
             return _plan_head_file(checkpoint, target, selected, config)
         if is_assistant(checkpoint.config):
@@ -216,7 +255,7 @@ def _plan_assistant(
         weights = "int8"
     runner = dataclasses.replace(selected.runner, weights=weights)
     info = _head_info(assistant, checkpoint, weights, config)
-    own = dataclasses.replace(config, draft_model=None, draft_weights="int4", mtp="off")
+    own = dataclasses.replace(_headless(config), draft_model=None, draft_weights="int4")
     chosen = selected._replace(runner=runner)
     return DraftPlan(checkpoint, own, chosen, info, assistant)
 
@@ -234,10 +273,15 @@ def _plan_head_file(
     weights = config.draft_weights
     info = _head_info(head, checkpoint, weights, config)
     own = dataclasses.replace(
-        config, draft_model=None, draft_weights="int4", kv_cache_bits=_UNQUANTIZED[0], mtp="off"
+        _headless(config), draft_model=None, draft_weights="int4", kv_cache_bits=_UNQUANTIZED[0]
     )
     chosen = selected._replace(runner=dataclasses.replace(selected.runner, weights=weights))
     return DraftPlan(checkpoint, own, chosen, info, head)
+
+
+def _headless(config: EngineConfig) -> EngineConfig:
+    """Return the options for loading a head, which has none itself."""
+    return dataclasses.replace(config, draft_vocabulary=None, mtp="off")
 
 
 def _head_info(
@@ -269,7 +313,7 @@ def _plan_head(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     if target.mtp is None:
         return None
     info = _head_info(target, target, selected.runner.weights, config)
-    own = dataclasses.replace(config, kv_cache_bits=_UNQUANTIZED[0], mtp="off")
+    own = dataclasses.replace(_headless(config), kv_cache_bits=_UNQUANTIZED[0])
     return DraftPlan(target, own, selected, info, target)
 
 

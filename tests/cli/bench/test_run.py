@@ -8,6 +8,7 @@ import tempfile
 import pytest
 from rich.console import Console
 
+from helpers.models.mtp_heads import save_with_head
 from kvboost_edge.cli.bench import run
 from kvboost_edge.cli.bench.measure import CaseTimer
 
@@ -81,9 +82,36 @@ def test_kinds_of_speculation_are_compared(bench, tiny_model_dir, refused):
         (("--speculation", "off", "--option", "mtp=off"), "the option mtp are both given"),
         (("--speculation", "draft"), "needs a draft model"),
         (("--speculation", "off", "--draft-model", "x"), "draft_model has no effect without"),
+        (
+            ("--speculation", "off,mtp", "--option", "draft_weights=int8"),
+            "draft_weights has no effect on --speculation off,mtp; leave it out",
+        ),
+        (
+            ("--speculation", "off,lookup", "--option", "draft_vocabulary=64"),
+            "draft_vocabulary has no effect on --speculation off,lookup; leave it out",
+        ),
+        (
+            ("--option", "draft_vocabulary=64"),
+            "draft_vocabulary has no effect without --speculation mtp or --draft-model",
+        ),
         (("--speculation", "off", "--option", "speculation=on"), "are both given"),
     ):
         assert said in refused("bench", "-m", tiny_model_dir, "-n", "8", *more)
+
+
+def test_the_short_vocabulary_is_that_of_the_given_option(tmp_path, printed, monkeypatch):
+    path = save_with_head("glm4_moe", tmp_path / "model")
+    seen = []
+    measured = CaseTimer.sample
+
+    def sample(self, case):
+        seen.append(self._engine.paged_stats()["draft_vocabulary"])
+        return measured(self, case)
+
+    monkeypatch.setattr(CaseTimer, "sample", sample)
+    asked = ("-p", "0", "-n", "4", "-r", "1", "--no-warmup", "--speculation", "off,mtp")
+    printed("bench", "-m", path, *SMALL, *asked, "--option", "draft_vocabulary=64")
+    assert seen == [0, 64]
 
 
 def test_blocks_are_read_from_the_given_directory(bench, tmp_path, monkeypatch):

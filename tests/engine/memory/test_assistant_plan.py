@@ -176,6 +176,12 @@ def test_an_assistant_needs_the_native_runner(fresh):
         draft_of(path, own, runner="torch")
 
 
+def test_a_short_vocabulary_is_refused_for_an_assistant(fresh):
+    path, own = fresh
+    with pytest.raises(ConfigError, match="draft_vocabulary=64 has no effect on an assistant"):
+        draft_of(path, own, draft_vocabulary=64)
+
+
 def test_several_models_share_a_draft_model_that_fits(fresh):
     path, own = fresh
     config = EngineConfig(draft_model=own)

@@ -295,6 +295,14 @@ def test_draft_models_need_the_native_runner(pair):
         ({"draft_weights": "int8"}, "draft_weights='int8' has no effect without draft_model"),
         ({"draft_weights": "int3"}, "draft_weights='int3' is not one of"),
         ({"draft_vocabulary": -1}, "draft_vocabulary=-1 must be"),
+        (
+            {"draft_vocabulary": 64, "speculation": "off"},
+            "draft_vocabulary=64 has no effect with speculation='off'",
+        ),
+        (
+            {"draft_vocabulary": 64, "mtp": "off"},
+            "draft_vocabulary=64 has no effect without draft_model or mtp='auto'",
+        ),
         ({"draft_model": ""}, "draft_model='' must be a path, a hub id or None"),
         ({"draft_model": 5}, "draft_model=5 must be a path"),
         (
@@ -306,3 +314,10 @@ def test_draft_models_need_the_native_runner(pair):
 def test_contradictory_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize("count", [0, 64])
+def test_a_short_vocabulary_is_refused_without_a_drafter(pair, count):
+    said = rf"draft_vocabulary={count} has no effect without draft_model, because target has no mul"
+    with pytest.raises(ConfigError, match=said):
+        CPUPagedEngine.from_pretrained(pair[0], draft_vocabulary=count, num_blocks=16)

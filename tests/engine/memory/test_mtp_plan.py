@@ -69,7 +69,10 @@ def test_the_head_is_not_loaded_if_turned_off(path, options):
 
 
 def test_other_runners_do_not_load_the_head(tmp_path):
-    assert _draft(save_with_head("glm4_moe", tmp_path), runner="torch") is None
+    path = save_with_head("glm4_moe", tmp_path)
+    assert _draft(path, runner="torch") is None
+    with pytest.raises(ConfigError, match="draft_vocabulary=64 has no effect without draft_model"):
+        _draft(path, draft_vocabulary=64, runner="torch")
 
 
 def test_a_draft_model_replaces_the_head(path, tmp_path):
@@ -104,6 +107,7 @@ def test_a_head_in_its_own_file_is_given_as_draft_model(path, tmp_path):
     planned = _draft(path, draft_model=alone, draft_weights="int8", kv_cache_bits=8)
     own = _draft(path, weights="int8")
     assert planned.is_head
+    assert _draft(path, draft_model=alone, draft_vocabulary=64).info.short_vocabulary == 64
     assert planned.info.kv_spec == own.info.kv_spec
     assert planned.bytes_read == own.bytes_read
     found = []

@@ -74,6 +74,17 @@ def test_a_draft_model_that_cannot_be_opened_is_an_error_with_several_models(fol
     assert (engine["draft_model"], ignored) == (str(path), {})
 
 
+def test_models_without_a_drafter_are_loaded_without_a_short_vocabulary(folders):
+    names = ("target", "draft")
+    for mtp in ("auto", "off"):
+        options = _options(folders, *names, **{"draft-vocabulary": 64, "mtp": mtp})
+        engine, ignored = _engine_options(str(folders / "target"), options)
+        assert (engine["draft_vocabulary"], ignored) == (64, {})
+        engine, ignored = _engine_options(str(folders / "draft"), options)
+        assert "draft_vocabulary" not in engine
+        assert "it has no effect without draft_model" in ignored["--draft-vocabulary"]
+
+
 def test_a_model_loaded_without_the_draft_model_is_logged_as_warning(folders, caplog):
     options = _options(folders, "target", "draft", **{"num-blocks": 16})
     with (
