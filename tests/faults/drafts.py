@@ -35,6 +35,27 @@ FAULTS = faults(
         _OF_HEADS,
     ),
     (
+        "MTP head: does not fill prompts that are computed in advance",
+        "engine/spec_decode/speculation.py",
+        "else models.filling_of(request)",
+        "else None",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: states of the last tokens of a warmed prompt wait for a draft",
+        "engine/spec_decode/model_drafts.py",
+        "most = 0 if draft.only_fills else _KEPT_STATES",
+        "most = _KEPT_STATES",
+        _OF_HEADS,
+    ),
+    (
+        "MTP head: fills documents, for which it never drafts",
+        "engine/tasks/documents.py",
+        "fills_drafter=False,",
+        "",
+        "tests/engine/memory/test_mtp_plan.py::test_the_head_computes_kv_of_warmed_prompts",
+    ),
+    (
         "MTP head: computes KV that a tier is loading",
         "engine/spec_decode/mtp_head.py",
         " or self._drafted.awaits([block_id])",

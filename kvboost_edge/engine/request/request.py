@@ -510,6 +510,8 @@ class Request:
         gate: status of the quality gate, see `GenerationResult`.
         max_draft_tokens: maximum number of draft tokens per step, or 0 for none.
         always_drafts: whether to verify draft tokens even if that is not expected to save time.
+        fills_drafter: whether an MTP head computes its KV of the prompt for later requests if
+            this one generates nothing.
         grammar: grammar that the answer must match, or None for any text.
         reasoning: limit of the answer's reasoning, or None without a limit.
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
@@ -541,6 +543,7 @@ class Request:
     repair: Repair | None = None
     gate: str = ""
     max_draft_tokens: int = 0
+    fills_drafter: bool = False
     grammar: Grammar | None = None
     reasoning: ReasoningLimit | None = None
     always_drafts: bool = False

@@ -91,6 +91,7 @@ class SequenceDraft:
         states: see above.
         fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
             An assistant computes none.
+        only_fills: whether the sequence drafts nothing. Hidden states then wait for no draft.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SequenceDraft:
     ) -> None:
         self.states = states
         self.fills_prompt: bool | None = None
+        self.only_fills = False
         self.chances = DraftChances(_MOST, of_all)
         self.count = self.num_fill = self.stop = 0
         self.is_off = self.is_cut = False
@@ -261,6 +263,19 @@ class ModelDrafts:
         draft = SequenceDraft(request, counts, self.model.new_states())
         if not self.model.has_kv:
             draft.fills_prompt = False
+        return draft
+
+    def filling_of(self, request: Request) -> SequenceDraft | None:
+        """Return the part of an MTP head in a sequence of which it only computes KV, or None.
+
+        Later requests cannot compute that KV, because the hidden states are gone. A draft model
+        needs none.
+        """
+        is_wanted = request.fills_drafter and request.prefill_only and request.uses_cache
+        draft = self.draft_of(request) if is_wanted and self.model.has_kv else None
+        if draft is None or draft.states is None:
+            return None
+        draft.fills_prompt = draft.only_fills = True
         return draft
 
     @property
@@ -460,7 +475,8 @@ class ModelDrafts:
             table = work.sequence.blocks
             start = work.stop - len(rows)
             states.keep(table, start, rows, work.certain_stop - start)
-            if draft.count == 0 and states.stop - states.first > _KEPT_STATES:
+            most = 0 if draft.only_fills else _KEPT_STATES
+            if draft.count == 0 and states.stop - states.first > most:
                 turns.append(ModelTurn(work.sequence, draft, states.stop))
                 if draft.fills_prompt is not False:
                     draft.num_fill = states.stop  # all that is missing

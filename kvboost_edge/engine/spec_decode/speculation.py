@@ -89,6 +89,18 @@ class DraftTokens(Drafting):
         }
 
 
+class DrafterFilling(Drafting):
+    """The KV that an MTP head computes of a prompt without an answer. Nothing is drafted.
+
+    Attributes:
+        model: part of the head in the sequence.
+    """
+
+    def __init__(self, model: SequenceDraft) -> None:
+        super().__init__()
+        self.model = model
+
+
 class DraftFields(RequestFeature):
     """The request fields for speculative decoding.
 
@@ -118,7 +130,7 @@ class DraftFields(RequestFeature):
         return refusal is None and self._uses(self._config.speculation)
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
-        """Return the maximum number of draft tokens per step, and whether they are always verified.
+        """Return the maximum number of draft tokens per step, and how a drafter is used.
 
         Raises:
             RequestError: speculation="on" is set, but the model's recurrent state leaves no room,
@@ -130,9 +142,13 @@ class DraftFields(RequestFeature):
                 "multi-token prediction head; leave it out, or start the engine with a draft_model"
             )
         chosen = inputs.terms.speculation or self._config.speculation
+        most = self._most(inputs.terms, chosen) if inputs.generates else 0
+        refusal = speculation_refusal(self._config, self._manager.states)
+        fills = self._has_drafter and refusal is None and self._uses(chosen)
         return {
-            "max_draft_tokens": self._most(inputs.terms, chosen) if inputs.generates else 0,
+            "max_draft_tokens": most,
             "always_drafts": chosen == "on",
+            "fills_drafter": fills and not inputs.generates,
         }
 
     def _most(self, terms: Terms, chosen: str) -> int:
@@ -213,9 +229,10 @@ class Speculation(DraftPlanner):
     def drafting(self, request: Request) -> Drafting:
         """Return the drafting feature of a new sequence, or its null implementation."""
         drafter = self.drafter(request)
-        if drafter is None:
-            return Drafting()
         models = self._models
+        if drafter is None:
+            filling = None if models is None else models.filling_of(request)
+            return Drafting() if filling is None else DrafterFilling(filling)
         return DraftTokens(drafter, None if models is None else models.draft_of(request))
 
     def draft(
@@ -408,7 +425,7 @@ def _long_enough(request: Request, tokens: list[int]) -> list[int]:
 def _model_draft_of(sequence: Sequence) -> SequenceDraft | None:
     """Return the part of the draft model in a sequence's drafts, or None without one."""
     drafting = sequence.drafting
-    return drafting.model if isinstance(drafting, DraftTokens) else None
+    return drafting.model if isinstance(drafting, DraftTokens | DrafterFilling) else None
 
 
 def _drafts_of(sequence: Sequence) -> DraftTokens:

@@ -296,7 +296,9 @@ class Documents:
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         request = self._builder.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
         return dataclasses.replace(
-            request, root=LoneRoot.of(request.root, len(text.context) // size)
+            request,
+            root=LoneRoot.of(request.root, len(text.context) // size),
+            fills_drafter=False,  # drafters do not run for sequences with reused spans
         )
 
 

@@ -5,8 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from helpers.engine.draft_models import MTP, draft_runner, drafting_bench, models_of
+from helpers.engine.draft_models import ASSISTANT, MTP, draft_runner, drafting_bench, models_of
 from helpers.engine.model_kinds import ModelKind
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
@@ -141,6 +142,40 @@ def test_kv_that_a_tier_is_loading_is_not_computed(kind):
     assert model.missing(table, 100, states) == [(80, 100)]
     manager.drafted.arriving[table.block_ids[5]] = None
     assert model.missing(table, 100, states) == [(96, 100)]
+
+
+FILLS = {"prefill_only": True, "fills_drafter": True}
+
+
+@pytest.mark.parametrize("length", [20, 128, 150])
+@pytest.mark.parametrize("budget", [16, 50])
+def test_the_head_fills_prompts_that_are_computed_in_advance(kind, length, budget):
+    bench = drafting_bench(kind, MTP, max_batch_tokens=budget)
+    shared = prompt(length, length)
+    bench.submit(shared, 0, terms=FILLS)
+    bench.run()
+    assert draft_runner(bench).computed == length
+    assert bench.scheduler.speculation.num_drafted == 0
+    result = bench.ask([*shared, 1, 2], 40, terms=DRAFTS)
+    assert result.cached_tokens == length // SIZE * SIZE
+    assert_all_accepted(bench)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "mode", "terms"),
+    [
+        (MTP, GenerationMode.PREFIX_CACHE, FILLS | {"fills_drafter": False}),
+        (MTP, GenerationMode.BASELINE, FILLS),
+        (MTP, GenerationMode.PREFIX_CACHE, FILLS | {"prefill_only": False, "logits_start": 0}),
+        (ASSISTANT, GenerationMode.PREFIX_CACHE, FILLS),
+        ("right", GenerationMode.PREFIX_CACHE, FILLS),
+    ],
+)
+def test_kv_that_no_later_request_needs_is_not_filled(kind, drafts, mode, terms):
+    bench = drafting_bench(kind, drafts)
+    bench.submit(prompt(1, 150), 0, mode, terms=terms)
+    bench.run()
+    assert draft_runner(bench).computed == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
