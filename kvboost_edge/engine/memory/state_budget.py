@@ -82,9 +82,8 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
 
 def asks_for_drafts(config: EngineConfig) -> bool:
     """Return whether the config asks for draft tokens, whose number must then not shrink."""
-    return config.speculation == "on" or (
-        config.speculation != "off" and config.max_draft_tokens is not None
-    )
+    is_given = config.max_draft_tokens is not None or config.draft_model is not None
+    return config.speculation == "on" or (config.speculation != "off" and is_given)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

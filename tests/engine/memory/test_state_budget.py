@@ -118,7 +118,7 @@ def test_a_given_state_size_determines_the_number_of_slots():
     small = EngineConfig(
         num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4
     )
-    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
+    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}, {"draft_model": "small"}):
         with pytest.raises(
             CapacityError,
             match=r"holds 4 states of 2\.09 MiB, but 4 sequences need 5 states and 0\.98 MiB for 31 "
@@ -178,7 +178,12 @@ def test_default_drafts_never_prevent_a_start(max_num_seqs, scale):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)]
+    ("options", "expected"),
+    [
+        ({"speculation": "off"}, 0),
+        ({"max_draft_tokens": 7}, 7),
+        ({"max_draft_tokens": 7, "draft_model": "small"}, 7),
+    ],
 )
 def test_requested_draft_rows_take_their_memory(options, expected):
     config = EngineConfig(
