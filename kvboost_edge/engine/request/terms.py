@@ -202,8 +202,8 @@ class Terms:
     )
     draft_p_min: float | None = option(
         None,
-        "Minimum probability of a token of the draft model, by that model. A draft ends before a "
-        "less likely token. Needs an engine with a draft_model",
+        "Minimum probability of a token by the draft model or multi-token prediction head. A draft "
+        "ends before a less likely token. Needs an engine with a draft_model or head",
         float,
         low=0,
         high=1,

@@ -44,7 +44,10 @@ class CacheUse(Strict):
     )
     speculation: Literal["auto", "on", "off"] | None = Field(
         None,
-        description="Speculative decoding by prompt lookup. It does not change the output.",
+        description=(
+            "Speculative decoding, by prompt lookup and with the server's draft model, multi-token "
+            "prediction head or assistant. It does not change the output."
+        ),
     )
     max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = Field(
         None, description="Maximum number of draft tokens per step."

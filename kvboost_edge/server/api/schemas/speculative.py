@@ -38,8 +38,9 @@ class SpeculativeFields(Strict):
         None,
         alias="speculative.p_min",
         description=(
-            "Minimum probability of a draft model's token, under llama.cpp's name. A draft ends "
-            "before a less likely token. Needs a server with a draft model."
+            "Minimum probability of a token by the draft model or multi-token prediction head, "
+            "under llama.cpp's name. A draft ends before a less likely token. Needs a server with "
+            "a draft model or head."
         ),
     )
 
