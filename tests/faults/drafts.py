@@ -63,7 +63,7 @@ FAULTS = faults(
         _OF_HEADS,
     ),
     (
-        "MTP head: fills nothing of a prompt if another request fills a block of it",
+        "MTP head: gives up a prompt of which another request fills a block",
         "engine/spec_decode/model_drafts.py",
         "runs = self._without(turn, runs, taken)",
         "pass",
