@@ -73,7 +73,7 @@ def of_router(directory, weights):
     )
     with pytest.MonkeyPatch.context() as patch:
         # The check of files for NaN would refuse this model.
-        patch.setattr(safetensors_check, "_check_finite", lambda *_: None)
+        patch.setattr(safetensors_check, "_check_finite", lambda *_, **__: None)
         patch.setattr(
             stream,
             "_checked",
