@@ -77,13 +77,15 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
         return (0,)
     if asks_for_drafts(config):
         return (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS,)
-    return range(DEFAULT_DRAFT_TOKENS, -1, -1)
+    least = 0 if config.draft_model is None else 1  # a draft model without rows would never run
+    return range(DEFAULT_DRAFT_TOKENS, least - 1, -1)
 
 
 def asks_for_drafts(config: EngineConfig) -> bool:
     """Return whether the config asks for draft tokens, whose number must then not shrink."""
-    is_given = config.max_draft_tokens is not None or config.draft_model is not None
-    return config.speculation == "on" or (config.speculation != "off" and is_given)
+    return config.speculation == "on" or (
+        config.speculation != "off" and config.max_draft_tokens is not None
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

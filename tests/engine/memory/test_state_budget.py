@@ -118,7 +118,7 @@ def test_a_given_state_size_determines_the_number_of_slots():
     small = EngineConfig(
         num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4
     )
-    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}, {"draft_model": "small"}):
+    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
         with pytest.raises(
             CapacityError,
             match=r"holds 4 states of 2\.09 MiB, but 4 sequences need 5 states and 0\.98 MiB for 31 "
@@ -154,6 +154,18 @@ def test_default_draft_rows_use_the_remaining_memory(lack, rows, max_num_seqs):
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (slots, rows, max_num_seqs or 1)
 
 
+def test_a_draft_model_gets_at_least_one_row():
+    info = info_of((LARGE,))
+    room = 5 * LARGE.nbytes
+    config = EngineConfig(num_blocks=256, max_num_seqs=4, draft_model="small")
+    for rows in (31, 5, 1):
+        given = dataclasses.replace(config, max_state_bytes=room + rows * LARGE.draft_bytes)
+        sizes, _ = plan_states(given, info, 256, 1 << 34)
+        assert (sizes.num_slots, sizes.num_draft_rows) == (5, rows)
+    with pytest.raises(CapacityError, match=r"holds 4 states .* for 1 draft tokens: .* raise max"):
+        plan_states(dataclasses.replace(config, max_state_bytes=room), info, 256, 1 << 34)
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
 def test_default_drafts_never_prevent_a_start(max_num_seqs, scale):
     """Each budget and each amount of memory near the minimum starts with drafts if it starts
@@ -178,12 +190,7 @@ def test_default_drafts_never_prevent_a_start(max_num_seqs, scale):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"speculation": "off"}, 0),
-        ({"max_draft_tokens": 7}, 7),
-        ({"max_draft_tokens": 7, "draft_model": "small"}, 7),
-    ],
+    ("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)]
 )
 def test_requested_draft_rows_take_their_memory(options, expected):
     config = EngineConfig(
