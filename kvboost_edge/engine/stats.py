@@ -193,6 +193,8 @@ def paged_stats(
             the limit for all sequences together.
         draft_vocabulary: number of token ids that the draft model or MTP head chooses draft tokens
             from where higher ids are rare. 0 without either.
+        draft_failed: whether an error has turned the draft model or MTP head off until the engine
+            is created again. The log has the error.
 
     Requests and steps:
         num_running: sequences that hold blocks.
@@ -299,6 +301,7 @@ def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig)
         },
         "max_draft_tokens": most_draft_tokens(config, manager.states),
         "draft_vocabulary": scheduler.speculation.draft_vocabulary,
+        "draft_failed": scheduler.speculation.draft_failed,
         "draft_bytes": scheduler.speculation.memory_bytes,
     }
 

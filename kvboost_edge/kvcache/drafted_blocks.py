@@ -24,6 +24,7 @@ class DraftedBlocks:
             block id. The drafter waits for them.
         block_size: tokens per block.
         copy_kv: function that copies KV of the drafter between blocks of its pool at once.
+        is_on: False after `stop`.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,6 +32,7 @@ class DraftedBlocks:
         self.arriving: dict[int, BlockAddress] = {}
         self.block_size = block_size
         self.copy_kv: Callable[[Sequence[CopyOp]], None] = lambda copies: None
+        self.is_on = True
         self._digest: bytes | None = None
         # Blocks that became full, and full blocks that were evicted, since the last drain. The
         # dicts are used as ordered sets.
@@ -45,13 +47,20 @@ class DraftedBlocks:
         """
         self._digest = digest
 
+    def stop(self) -> None:
+        """Record that no block has KV of the drafter, now and later, because the drafter failed."""
+        self.is_on = False
+        self.filled = [0] * len(self.filled)
+        self.arriving.clear()
+        self._full.clear()
+
     def is_full(self, block_id: int) -> bool:
         """Return whether all tokens of a block have KV of the drafter."""
         return self.filled[block_id] == self.block_size
 
     def fill(self, block_id: int, num_tokens: int) -> None:
         """Record that the first `num_tokens` tokens of a block have KV of the drafter."""
-        if num_tokens > self.filled[block_id]:
+        if self.is_on and num_tokens > self.filled[block_id]:
             self.filled[block_id] = num_tokens
             if self._digest is not None and num_tokens == self.block_size:
                 self._full[block_id] = None

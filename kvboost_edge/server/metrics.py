@@ -528,6 +528,11 @@ class _EngineCollector(Collector):
             "Blocks whose KV of the draft model or MTP head came from a tier.",
             stats["draft_restored_blocks"],
         )
+        yield self._gauge(
+            "kvboost:draft_failed",
+            "1 if an error has turned the draft model or MTP head off, else 0.",
+            int(stats["draft_failed"]),
+        )
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield self._gauge(

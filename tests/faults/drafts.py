@@ -224,6 +224,13 @@ FAULTS = faults(
         "tests/engine/spec_decode/test_drafting.py",
     ),
     (
+        "draft model: keeps the record of its KV after an error",
+        "engine/spec_decode/model_drafts.py",
+        "            self.model.stop()\n",
+        "",
+        _OF_MODELS,
+    ),
+    (
         "draft model: a reassigned block keeps the KV of its old tokens",
         "kvcache/manager.py",
         "            self.drafted.empty(block_id)",

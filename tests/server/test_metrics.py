@@ -28,7 +28,7 @@ OURS = """memory_bytes process_resident_bytes process_peak_bytes bytes_per_block
 engine_alive requests_total reused_span_tokens_total recomputed_tokens_total probe_seconds_total sequences_in_flight
 tokens_in_flight requests_refused_total batch_window_held_total http_requests_total
 http_request_seconds_bucket hit_tokens_total misses_total step_seconds_bucket step_seconds_count
-step_seconds_sum draft_restored_blocks_total""".split()
+step_seconds_sum draft_restored_blocks_total draft_failed""".split()
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +186,12 @@ def test_draft_metrics_equal_the_engines(server, demo_engine, monkeypatch):
     assert total(samples, "vllm:spec_decode_num_drafts_total") == sum(
         one["num_drafts"] for one in stats["drafts"].values()
     )
-    restored = {**stats, "draft_restored_blocks": 3}
-    monkeypatch.setattr(type(demo_engine), "paged_stats", lambda engine: restored)
-    assert total(scrape(server), "kvboost:draft_restored_blocks_total") == 3
+    assert total(samples, "kvboost:draft_failed") == 0
+    changed = {**stats, "draft_restored_blocks": 3, "draft_failed": True}
+    monkeypatch.setattr(type(demo_engine), "paged_stats", lambda engine: changed)
+    samples = scrape(server)
+    assert total(samples, "kvboost:draft_restored_blocks_total") == 3
+    assert total(samples, "kvboost:draft_failed") == 1
 
 
 def test_the_step_histogram_equals_the_engines(server, demo_engine):

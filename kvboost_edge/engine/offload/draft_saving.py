@@ -94,6 +94,8 @@ class SavedDrafts(NoSavedDrafts):
         manager.drafted.track(drafter.digest)
 
     def load(self, block_ids: Iterable[int]) -> None:
+        if not self._drafted.is_on:
+            return
         wanted = [
             (block_id, block)
             for block_id in block_ids

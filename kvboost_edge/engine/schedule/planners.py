@@ -41,6 +41,11 @@ class DraftPlanner:
         """Number of ids that the draft model usually chooses from, or 0 without one."""
         return 0
 
+    @property
+    def draft_failed(self) -> bool:
+        """Whether an error has turned the draft model off."""
+        return False
+
     def draft(
         self,
         running: Several[Sequence],

@@ -192,6 +192,10 @@ class DraftModel:
         for block_id in table.block_ids:
             self._drafted.empty(block_id)
 
+    def stop(self) -> None:
+        """Drop the KV of all blocks and keep none from now on, because a pass failed."""
+        self._drafted.stop()
+
     def copy_blocks(self, copies: Sequence[CopyOp]) -> None:
         """Copy blocks in order, as the engine's pool does."""
         wanted = [copy for copy in copies if self._drafted.filled[copy.dst]]

@@ -320,6 +320,7 @@ class ModelDrafts:
             pass  # all sequences of the draft are ending
         except Exception:
             self.is_on = False
+            self.model.stop()
             _LOG.exception(
                 "drafts of source %s failed and are turned off until the engine is created again; "
                 "answers do not change",

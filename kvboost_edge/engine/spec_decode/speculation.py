@@ -376,6 +376,10 @@ class Speculation(DraftPlanner):
         return 0 if self._models is None else self._models.model.num_ids
 
     @property
+    def draft_failed(self) -> bool:
+        return self._models is not None and not self._models.is_on
+
+    @property
     def memory_bytes(self) -> int:
         return self.memory.nbytes
 

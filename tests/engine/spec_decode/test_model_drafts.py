@@ -343,6 +343,8 @@ def test_a_drafter_error_turns_it_off_without_failing_requests(kind, drafts, cap
     for handle in (first, second):
         bench.answer(handle)
     assert not models_of(bench).is_on
+    assert bench.scheduler.speculation.draft_failed
+    assert not any(bench.manager.drafted.filled)
     source = models_of(bench).model.source
     assert caplog.text.count(f"drafts of source {source} failed") == 1
     assert "no more drafts" in caplog.text
