@@ -296,7 +296,7 @@ FAULTS = faults(
     (
         "drafts: refuses to start an engine whose draft rows do not fit",
         "engine/memory/state_budget.py",
-        "range(DEFAULT_DRAFT_TOKENS, -1, -1)",
+        "range(DEFAULT_DRAFT_TOKENS, least - 1, -1)",
         "(DEFAULT_DRAFT_TOKENS,)",
         _OF_BUDGET,
     ),
