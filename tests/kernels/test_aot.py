@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import kvboost_edge
+from helpers.kernels.own_compilations import LIST_OWN
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.entry import KernelEntry
@@ -20,20 +21,15 @@ from kvboost_edge.kernels.team import team_entries
 
 # A separate process with a separate cache reports the kernels that it compiled itself, its
 # progress, and the files on disk.
-COMPILE = """
+COMPILE = (
+    LIST_OWN
+    + """
 import json, sys
 from pathlib import Path
-from numba.core import event
 from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.team import team_entries
-own, told = [], []
-class Listener(event.Listener):
-    def on_start(self, one):
-        own.append(one.data["dispatcher"].__name__)
-    def on_end(self, one):
-        pass
-event.register("numba:compile", Listener())
+told = []
 def tell(done, total):
     told.append([done, total])
     if done == int(sys.argv[2]):
@@ -47,6 +43,7 @@ except KeyboardInterrupt:
     pass
 print(json.dumps([own, told, sorted(path.name for path in Path(aot.cache_path()).parent.glob("*/*.nbc"))]))
 """
+)
 
 
 def compiled(cache, children, stop_at=-1):
@@ -125,24 +122,20 @@ def test_compilation_falls_back_to_this_process_with_a_log_line(
 
 # A process reports the folder of compiled kernels, the kernels that it compiled itself, and whether
 # one was missing on disk.
-COPY = """
+COPY = (
+    LIST_OWN
+    + """
 import json, logging, sys
-from numba.core import event
 from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.attention.storage import copy_entry
 logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
-own, told = [], []
-class Listener(event.Listener):
-    def on_start(self, one):
-        own.append(one.data["dispatcher"].__name__)
-    def on_end(self, one):
-        pass
-event.register("numba:compile", Listener())
+told = []
 aot.on_compiling(lambda done, total: told.append(done))
 aot.compile_ahead([copy_entry], 1)
 assert copy_entry.address
 print(json.dumps([aot.cache_path(), "_copy" in own, bool(told)]))
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from helpers.kernels.own_compilations import LIST_OWN
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
@@ -28,17 +29,11 @@ APART = {
     "lfm2": {lt.K_CONV, lt.K_TAILS},
     "qwen3_5_moe_text": {lt.K_SCAN, lt.K_TAILS, lt.K_EXPERTS},
 }
-RUN = """
+RUN = (
+    LIST_OWN
+    + """
 import json, sys
-from numba.core import event
 from kvboost_edge import CPUPagedEngine
-own = []
-class Listener(event.Listener):
-    def on_start(self, one):
-        own.append(one.data["dispatcher"].__name__)
-    def on_end(self, one):
-        pass
-event.register("numba:compile", Listener())
 options = {"weights": sys.argv[1], "kv_cache_bits": int(sys.argv[2]), "num_blocks": 64, "num_threads": 2}
 # KVBOOST_EDGE_CACHE is empty: weights are packed.
 with CPUPagedEngine.from_pretrained("kvboost-edge/demo", speculation="off", **options) as engine:
@@ -47,6 +42,7 @@ from kvboost_edge.kernels.entry import _ENTRIES
 used = [name for name, entry in _ENTRIES.items() if entry.kernel.dispatcher.overloads]
 print(json.dumps([own, used]))
 """
+)
 
 
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 16), ("int4-asym", 8), ("f32", 16)])
