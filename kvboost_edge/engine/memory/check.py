@@ -225,13 +225,7 @@ def plan_draft_fit(
 
     The MTP head in the model's own files is left out if it does not fit.
 
-    Args:
-        checkpoint: The model.
-        config: Options of the engine.
-        selected: The selected backend and runner.
-        summary: Sizes of the model's weights.
-        available: Available memory in bytes before the weights are loaded.
-        draft: The drafter.
+    The arguments are those of `plan_fit`.
 
     Raises:
         ConfigError: An option for recurrent state is set for a model without it, or `max_memory`

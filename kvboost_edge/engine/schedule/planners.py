@@ -43,7 +43,7 @@ class DraftPlanner:
 
     @property
     def draft_failed(self) -> bool:
-        """Whether an error has turned the draft model off."""
+        """True after an error that turned the draft model off."""
         return False
 
     def draft(
