@@ -77,6 +77,7 @@ class GrammarCompiler:
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._known: LLTokenizer | None = None
+        self._problem = ""  # with the vocabulary, cached because reading it again takes a second
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
         # The threads start with the first slow mask. Two threads keep one slow grammar from
@@ -135,8 +136,14 @@ class GrammarCompiler:
 
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
+            if self._problem:
+                raise RequestError(self._problem)
             if self._known is None:
-                self._known = self._read()
+                try:
+                    self._known = self._read()
+                except RequestError as error:
+                    self._problem = str(error)
+                    raise
                 self._room = np.empty(self._vocab_size, np.float32)
             return self._known
 
@@ -155,7 +162,14 @@ class GrammarCompiler:
             )
         from llguidance import LLTokenizer
 
-        return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
+        try:
+            return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
+        except ValueError as error:
+            raise RequestError(
+                "structured output needs the bytes of all tokens, which llguidance cannot read "
+                f"from this model's tokenizer.json ({first_line(str(error))}); use a model with "
+                "another tokenizer"
+            ) from None
 
 
 class GrammarFields(RequestFeature):

@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from helpers.engine.fake_runner import (
     CONTEXT,
@@ -26,6 +28,7 @@ from helpers.engine.schemas_made import made_schema
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler, fits_schema
 from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
+from kvboost_edge.text.tokenizer import Tokenizer
 
 COUNT = 320
 MOST = CONTEXT - 20
@@ -373,6 +376,30 @@ def test_a_model_without_an_end_token_is_refused():
     structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset())
     with pytest.raises(RequestError, match="the tokenizer has none of those"):
         structures.make(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.Metaspace(), decoders.WordPiece(), decoders.BPEDecoder(), None],
+    ids=["Metaspace", "WordPiece", "BPEDecoder", "none"],
+)
+def test_a_tokenizer_whose_bytes_cannot_be_read_is_refused(decoder, monkeypatch):
+    """The vocabulary is read once, because each attempt takes a second of the GIL."""
+    raw = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    if decoder is not None:
+        raw.decoder = decoder
+    raw.add_special_tokens(["<|end|>"])
+    reads = []
+    read = GrammarCompiler._read
+    monkeypatch.setattr(GrammarCompiler, "_read", lambda self: [reads.append(self), read(self)][1])
+    structures = GrammarCompiler(Tokenizer.from_transformers(raw), 3, frozenset({2}))
+    monkeypatch.setattr(threading, "excepthook", reads.append)
+    structures.read_ahead()
+    structures.close()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"needs the bytes of all tokens.*decoder type"):
+            structures.make(Grammar("regex", "a"))
+    assert reads == [structures]
 
 
 def test_nan_fails_only_its_request(engine):
