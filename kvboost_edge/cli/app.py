@@ -331,10 +331,10 @@ def main(
 
 @app.command(
     epilog="[b]Examples[/b]\n\n"
-    'kvboost-edge generate "Hello!"\n\n'
+    'kvboost-edge generate -m ./my-model.gguf "Hello!"\n\n'
     'kvboost-edge generate -m Qwen/Qwen2-0.5B "The capital of France is" --raw -n 16\n\n'
     "cat question.txt | kvboost-edge generate - -m ./my-model --temperature 0.7 --seed 1 --json\n\n"
-    'kvboost-edge generate "Name a city and its country." -n 256 --json-schema city.json'
+    'kvboost-edge generate -m ./my-model "Name a city in Italy." -n 256 --json-schema city.json'
 )
 def generate(
     prompt: Annotated[
