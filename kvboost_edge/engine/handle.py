@@ -363,12 +363,19 @@ class Handles(list[RequestHandle]):
     """A list of request handles that a worker thread fills.
 
     After `stop`, handles that are appended are cancelled immediately.
+
+    Attributes:
+        on_first: function called after the first handle is appended, if not None.
     """
 
+    on_first: Callable[[], object] | None = None
     _stopped = False
 
     def append(self, handle: RequestHandle) -> None:
         super().append(handle)
+        if self.on_first is not None:
+            self.on_first()
+            self.on_first = None
         if self._stopped:  # checked after appending, because `stop` may have read the list before
             handle.cancel()
 

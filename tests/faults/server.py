@@ -507,6 +507,13 @@ _REPORTING = (
         "tests/server/api/test_default_mode.py",
     ),
     fault(
+        "computes embeddings in the shared worker threads",
+        "server/work/bridge.py",
+        "asyncio.ensure_future(in_thread(run))",
+        "asyncio.ensure_future(off_loop(run, size))",
+        "tests/server/work/test_bridge.py::test_computing_work_delays_no_other_work",
+    ),
+    fault(
         "does not count cached blocks as occupied",
         "engine/stats.py",
         '"occupied_blocks": used + cached,',

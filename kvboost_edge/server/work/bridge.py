@@ -11,11 +11,12 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
@@ -33,6 +34,7 @@ from kvboost_edge.server.cache_report.recent_requests import NOT_SAID, PromptInp
 from kvboost_edge.server.cache_report.tracker import Watch
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.threads import in_thread
 from kvboost_edge.text.turns.answer_reader import Turn
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ _FEW = 8  # maximum number of sequences submitted on the event loop
 _LONG = 1 << 16  # number of characters; tokenizing them takes about 50 ms
 _PREFILL_LOG_SECONDS = 5.0
 _AT_ONCE = 32  # number of results counted before other tasks run, in about a millisecond
+
+# Many threads that read at a time would keep the event loop waiting for the GIL.
+_short_readers = threading.Semaphore(4)
+_long_readers = threading.Semaphore(2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,16 +210,28 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
 
 
 async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
-    """Run computing `work` in a worker thread. A cancelled caller stops the work and waits for it.
+    """Run computing `work` in its own thread. A cancelled caller stops the work and waits for it.
 
     A second cancellation, as at shutdown, ends the wait.
 
     Args:
-        work: function that submits requests to the engine and adds their handles to `handles`.
-        size: number of characters or tokens to read, see `off_loop`.
+        work: function that reads texts, submits requests to the engine, adds their handles to
+            `handles` and waits for them.
+        size: number of characters or tokens to read. Only a few threads read at a time, and long
+            texts do not delay short ones.
         handles: handles to cancel.
     """
-    task = asyncio.ensure_future(off_loop(work, size))
+    gate = _long_readers if size > _LONG else _short_readers
+
+    def run() -> T:
+        with ExitStack() as reading:
+            reading.enter_context(gate)
+            handles.on_first = reading.close
+            return work()
+
+    # The work lasts as long as the engine computes. In a shared worker thread, it would delay the
+    # tokenization of other requests.
+    task = asyncio.ensure_future(in_thread(run))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

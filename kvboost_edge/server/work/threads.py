@@ -24,7 +24,7 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
         unwanted: function called in that thread with a result that nobody waits for any more. The
             process may end without waiting for the thread.
     """
-    # Loading a model would occupy a shared worker thread for too long.
+    # Loading a model or computing would occupy a shared worker thread for too long.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     taken: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -53,7 +53,7 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
         if error is None and not is_taken and unwanted is not None:
             unwanted(cast("T", result))
 
-    threading.Thread(target=run, name="kvboost-models", daemon=unwanted is not None).start()
+    threading.Thread(target=run, name="kvboost-work", daemon=unwanted is not None).start()
     return await future
 
 
