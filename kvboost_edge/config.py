@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
@@ -25,6 +26,7 @@ __all__ = [
     "EngineConfig",
     "GenerationMode",
     "RecomputeStrategy",
+    "disk_cache_root",
     "kv_bits_from_text",
 ]
 
@@ -430,7 +432,8 @@ class EngineConfig:
     )
     disk_cache_dir: str | os.PathLike[str] | None = option(
         None,
-        "Directory of the disk tier, which keeps KV blocks across restarts. off disables it",
+        "Directory of the disk tier, which keeps KV blocks across restarts. off disables it. A "
+        "leading ~ stands for the home directory",
         group="Cache",
         unset="off for an engine, the user cache directory for a server",
         metavar="DIR",
@@ -665,8 +668,9 @@ class EngineConfig:
             raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
         if value is not None and not os.fspath(value):
             raise ConfigError("disk_cache_dir='' is empty; give a path, 'off' or None")
-        if value == "off":
-            object.__setattr__(self, "disk_cache_dir", None)
+        if value is not None:
+            found = None if value == "off" else disk_cache_root(value)
+            object.__setattr__(self, "disk_cache_dir", found)
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(
                 f"max_disk_bytes={self.max_disk_bytes} has no effect, because disk_cache_dir is "
@@ -750,3 +754,20 @@ def kv_bits_from_text(text: str) -> int | tuple[int, int]:
     first = int(parts[0])
     last = int(parts[-1])
     return (first, last) if len(parts) == 2 else first
+
+
+def disk_cache_root(directory: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of the disk cache, with a leading ~ replaced.
+
+    Raises:
+        ConfigError: the path is invalid.
+    """
+    try:
+        root = Path(directory).expanduser().absolute()
+        if b"\0" not in os.fsencode(root):
+            return root
+        why = "embedded null byte"
+    # The path names an unknown user after ~, or has characters that are invalid in a file name.
+    except (RuntimeError, ValueError) as error:
+        why = str(error)
+    raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} is not a valid path: {why}")

@@ -1,6 +1,7 @@
 """Tests of the engine's options: rejected values, option names in errors, and default values."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,11 +85,25 @@ def test_a_disk_tier_has_a_path_and_a_size():
     )
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_disk_cache_is_an_absolute_path_with_the_home_directory(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (("~/kv", "home/kv"), ("kv", "kv"), (tmp_path / "kv", "kv")):
+        config = EngineConfig.from_options(disk_cache_dir=kind(given))
+        assert config.disk_cache_dir == tmp_path / expected
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"disk_cache_dir": ""}, "disk_cache_dir=''"),
         ({"disk_cache_dir": 7}, "disk_cache_dir=7"),
+        ({"disk_cache_dir": "a\0b"}, "disk_cache_dir='a\\x00b' is not a valid path"),
+        (
+            {"disk_cache_dir": "~no such user/kv"},
+            "disk_cache_dir='~no such user/kv' is not a valid",
+        ),
         ({"max_disk_bytes": 8e9}, "has no effect, because disk_cache_dir is off"),
         ({"disk_cache_dir": "x", "max_disk_bytes": 1000}, "max_disk_bytes=1000 must be at least"),
         ({"disk_cache_dir": "x", "max_disk_bytes": float("inf")}, "max_disk_bytes=inf"),

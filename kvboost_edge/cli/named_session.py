@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvboost_edge.cli.render import tokens_words
 from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.config import disk_cache_root
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.shareable import shareable_end
 from kvboost_edge.tiers.disk.session_records import Session, SessionStore
@@ -71,7 +71,7 @@ class LocalSession:
                 "--session needs the disk cache, which is off; set -o disk_cache_dir=DIRECTORY, or "
                 "leave out --no-pack-cache and -o disk_cache_dir=off"
             )
-        self._store = SessionStore(Path(directory).expanduser())
+        self._store = SessionStore(disk_cache_root(directory))
 
     def messages(self) -> Messages:
         """Return the saved messages; none for a new session.

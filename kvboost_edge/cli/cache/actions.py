@@ -27,6 +27,7 @@ from kvboost_edge.cli.cache.cached_files import (
     printable,
 )
 from kvboost_edge.cli.console import counted, open_console, text_column
+from kvboost_edge.config import disk_cache_root
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.tiers.disk.capacity import default_cap
 from kvboost_edge.tiers.disk.survey import default_directory, verify_space
@@ -78,7 +79,7 @@ def run_cache(
         KVBoostError: Damaged blocks were found, or an entry could not be removed.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
-    root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
+    root = disk_cache_root(disk_cache_dir) if disk_cache_dir else default_directory()
     files = Files()
     console = open_console(quiet=as_json)
     try:

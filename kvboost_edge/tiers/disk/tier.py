@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvboost_edge.config import disk_cache_root
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
@@ -84,7 +85,7 @@ class DiskTier:
         """
         if len(space) != _SPACE_BYTES:
             raise ConfigError(f"space must have {_SPACE_BYTES} bytes, not {len(space)}")
-        root = _root_of(directory)
+        root = disk_cache_root(directory)
         files = files or Files()
         key = os.path.realpath(root / space.hex())
         with _stores_lock:
@@ -188,18 +189,6 @@ class DiskTier:
                     if shared.users == 0:
                         del _stores[key]
                         shared.store.close()
-
-
-def _root_of(directory: str | os.PathLike[str]) -> Path:
-    try:
-        root = Path(directory).expanduser().absolute()
-        if b"\0" not in os.fsencode(root):
-            return root
-        why = "embedded null byte"
-    # The path names an unknown user after ~, or has characters that are invalid in a file name.
-    except (RuntimeError, ValueError) as error:
-        why = str(error)
-    raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} is not a valid path: {why}")
 
 
 def _opened(

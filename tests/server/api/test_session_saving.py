@@ -14,6 +14,7 @@ from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, app_client, servin
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
+from kvboost_edge.tiers.disk.file_names import is_space
 
 DEMO = "kvboost-edge/demo"
 TEXT = "The mine of North Romin is nickel. " * 12
@@ -263,6 +264,19 @@ def test_a_session_survives_a_restart(directory):
         assert answer["choices"][0]["message"] == expected
         hits = answer["kvboost"]["hit_tokens"]
         assert hits["pool"] >= saved["tokens"] // size * size - 1
+
+
+def test_blocks_and_sessions_share_a_directory_below_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    with _served({**ENGINE_OPTIONS, "disk_cache_dir": "~/kv"}) as (_, client):
+        saved = client.post("/v1/sessions", json={"name": "mine", "messages": MESSAGES})
+        assert saved.json()["stored"] == "disk"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    names = {path.name for path in (tmp_path / "home" / "kv").iterdir()}
+    assert "sessions" in names
+    assert any(map(is_space, names))
 
 
 def test_a_session_that_cannot_be_pinned_is_saved_on_disk(directory):
