@@ -21,6 +21,7 @@ from kvboost_edge.engine.request.words import NO_WORDS, RequestWords
 from kvboost_edge.engine.samplers.chain import make_chain
 from kvboost_edge.engine.samplers.numbers import largest_places, uniform
 from kvboost_edge.engine.samplers.repetition import make_bad_words, make_dry
+from kvboost_edge.errors import RequestError
 
 __all__ = ["Sampler", "make_sampler", "sampling_distribution", "token_logprobs", "uniform"]
 
@@ -65,6 +66,8 @@ def make_sampler(
     words: RequestWords = NO_WORDS,
 ) -> Sampler:
     """Return the sampler of one request, which is stateless except for mirostat.
+
+    It raises RequestError if only suppressed tokens have finite logits.
 
     Args:
         suppressed: token ids that are never drawn, even with a positive logit bias. They still
@@ -236,7 +239,13 @@ def _make_adjust(
         never = np.array(suppressed, np.int64)
 
         def suppress(logits: Numbers, token_ids: Sequence[int], num_prompt: int) -> None:
+            before = logits[never]
             logits[never] = -np.inf
+            if logits.max() == -np.inf:
+                raise RequestError(
+                    f"the grammar allows only token {never[before.argmax()]}, which the model's "
+                    "files suppress; allow another token"
+                )
 
         steps.append(suppress)
     forbidden = _make_forbidden(params, stop_ids, words)

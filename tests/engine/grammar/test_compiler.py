@@ -3,6 +3,7 @@ preemptions do not change it.
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 import sys
@@ -21,10 +22,13 @@ from helpers.engine.fake_runner import (
     VOCAB_SIZE,
     Bench,
     fake_engine,
+    fake_parts,
     fake_tokenizer,
     runner_of,
 )
 from helpers.engine.schemas_made import made_schema
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler, fits_schema
 from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
@@ -376,6 +380,19 @@ def test_a_model_without_an_end_token_is_refused():
     structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset())
     with pytest.raises(RequestError, match="the tokenizer has none of those"):
         structures.make(Grammar("regex", "a"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("samplers", [None, ["top_k"]])
+def test_a_grammar_that_requires_a_suppressed_token_fails_only_its_request(temperature, samplers):
+    with CPUPagedEngine._built_by(
+        lambda _: dataclasses.replace(fake_parts(), suppressed=(257,)), EngineConfig()
+    ) as engine:
+        options = {"temperature": temperature, "samplers": samplers, "max_new_tokens": 5}
+        with pytest.raises(RequestError, match="allows only token 257, which"):
+            engine.generate("x", grammar='start: "a" <[257]>', **options)
+        either = 'start: "a" (<[257]> | "b")'
+        assert engine.generate("x", grammar=either, **options).output_text == "ab"
 
 
 @pytest.mark.parametrize(
