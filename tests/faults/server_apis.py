@@ -13,6 +13,7 @@ _MARKED = f"{_COMPAT}/test_anthropic_cache.py"
 _RESPONSES = f"{_COMPAT}/test_responses.py"
 _COMPLETIONS = "tests/server/api/test_completion_requests.py"
 _CHAT = "tests/server/api/test_chat_requests.py"
+_OVERFLOW = "tests/server/api/test_overflow.py"
 _ADMISSION = "tests/server/work/test_admission.py"
 _STREAMS = "tests/server/work/test_streams.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
@@ -83,8 +84,8 @@ _STREAMING = (
     fault(
         "Anthropic: sends no ping in a silent stream",
         "server/api/compat/anthropic/messages.py",
-        "super().__init__(state, chat, pings=True)",
-        "super().__init__(state, chat)",
+        "super().__init__(state, chat, pings=True, fills=True)",
+        "super().__init__(state, chat, fills=True)",
         "tests/server/api/test_progress.py::test_a_silent_messages_stream_sends_pings",
     ),
 )
@@ -240,6 +241,13 @@ _COMPAT_APIS = (
         'return f"Error: {text}" if self.is_error else text',
         "return text",
         f"{_ANTHROPIC}::test_tool_calls_results_and_thinking_are_translated",
+    ),
+    fault(
+        "Anthropic: drops turns to reserve a max_tokens above the context",
+        "server/api/chat_requests.py",
+        "(min(reserved, share) if self._fills else reserved)",
+        "reserved",
+        f"{_OVERFLOW}::test_messages_reserves_no_more_than_an_eighth_of_the_context",
     ),
     fault(
         "Anthropic: reports a message with a call as end_turn",

@@ -12,7 +12,12 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
-from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
+from kvboost_edge.server.api.checks import (
+    check_logprobs,
+    max_length,
+    most_with_logprobs,
+    room_for,
+)
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
 from kvboost_edge.server.api.prompt_encoding import encode_plain, estimate_messages, size_of
 from kvboost_edge.server.api.reasoning_budget import reasoning_options
@@ -34,7 +39,8 @@ from kvboost_edge.text.turns.answer_reader import TurnReader
 
 __all__ = ["RenderedChat", "encode_asked", "ranges_to_drop", "with_defaults"]
 
-# If old turns are dropped and the answer has no limit, it gets an eighth of the context.
+# If old turns are dropped and the answer has no limit, or one that may exceed the context, it gets
+# an eighth of the context.
 _ANSWER_SHARE = 8
 # Weak keys: the entry of an unloaded model disappears.
 _AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()
@@ -92,7 +98,17 @@ class RenderedChat(RenderedRequest):
     wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
     renders = True
 
-    def __init__(self, state: ModelState, body: ChatRequest, *, pings: bool = False) -> None:
+    def __init__(
+        self, state: ModelState, body: ChatRequest, *, pings: bool = False, fills: bool = False
+    ) -> None:
+        """Create a request.
+
+        Args:
+            state: the model.
+            body: the request body.
+            pings: whether a stream sends pings before its first token.
+            fills: whether max_tokens may exceed the context, so that the answer may fill it.
+        """
         body.check_together()
         body = with_defaults(state, body)
         body.check_vocabulary(state.engine.runner_info.vocab_size)
@@ -109,6 +125,7 @@ class RenderedChat(RenderedRequest):
             pings=pings,
         )
         self.body = body
+        self._fills = fills
         self._tokenizer = state.engine.tokenizer
         self._texts = TokenTexts(self._tokenizer) if body.logprobs else None
 
@@ -121,31 +138,42 @@ class RenderedChat(RenderedRequest):
         return [dataclasses.replace(prompt, turn=turn)]
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        body = self.body
-        wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        room = room_for(self.state, len(prompt.token_ids), "messages", body.token_limit, wanted)
-        if body.token_limit is None and body.num_logprobs is not None:
-            room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
-        return self._sampling(prompt, choice, room)
+        return self._sampling(prompt, choice)
 
     def _sampling(
-        self, prompt: EncodedPrompt, choice: int, room: int, *, budget: int | None = None
+        self, prompt: EncodedPrompt, choice: int, *, budget: int | None = None
     ) -> SamplingParams:
         """Return the sampling parameters of one choice.
 
         Args:
             prompt: the prompt.
             choice: index of the choice.
-            room: maximum number of new tokens.
             budget: reasoning budget for models that have one, see `reasoning_options`.
         """
         body = self.body
+        room = self._room(len(prompt.token_ids))
         fits = body.answer_format if prompt.turn is None else prompt.turn.fits
         limits = reasoning_options(
             self.state, body, room, fits, effort=body.reasoning_effort, wanted=budget
         )
         defaults = self.state.sampling_defaults
         return body.sampling(defaults, room, body.num_logprobs, choice, fits=fits, **limits)
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        """Return the maximum number of new tokens."""
+        body = self.body
+        wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        room = room_for(
+            self.state,
+            num_prompt_tokens,
+            "messages",
+            body.token_limit,
+            wanted,
+            fills=self._fills,
+        )
+        if body.token_limit is None and body.num_logprobs is not None:
+            room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
+        return room
 
     def choice(self, index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn
@@ -176,9 +204,10 @@ class RenderedChat(RenderedRequest):
 
         If no prompt is short enough, the shortest one is returned.
         """
-        context = self.state.engine.runner_info.max_context
-        pool = self.state.admission.pool_tokens
-        limit = min(context, pool + 1) - (self.body.token_limit or context // _ANSWER_SHARE)
+        longest = max_length(self.state)
+        share = longest // _ANSWER_SHARE
+        reserved = self.body.token_limit or share
+        limit = longest - (min(reserved, share) if self._fills else reserved)
         if len(prompt.token_ids) <= limit or limit < 1:
             return prompt
         messages = self.body.messages

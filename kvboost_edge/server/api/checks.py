@@ -27,6 +27,7 @@ __all__ = [
     "check_priority",
     "loaded_model",
     "looked_up",
+    "max_length",
     "most_with_logprobs",
     "respond_when_loaded",
     "room_for",
@@ -112,8 +113,20 @@ async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
         raise stopped(state.engine) from error
 
 
+def max_length(state: ModelState) -> int:
+    """Return the maximum number of tokens of a prompt and its answer."""
+    # The last token needs no room in the pool, because its KV is never computed.
+    return min(state.engine.runner_info.max_context, state.admission.pool_tokens + 1)
+
+
 def room_for(
-    state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str
+    state: ModelState,
+    num_prompt_tokens: int,
+    param: str,
+    wanted: int | None,
+    wanted_param: str,
+    *,
+    fills: bool = False,
 ) -> int:
     """Return the number of new tokens that a prompt may generate.
 
@@ -123,14 +136,14 @@ def room_for(
         param: field of the prompt, for errors.
         wanted: requested number of new tokens; None for all that fit.
         wanted_param: field of `wanted`, for errors.
+        fills: whether a `wanted` above the room means all that fit.
 
     Raises:
         ApiError: the context or the block pool is too small (400).
     """
     context = state.engine.runner_info.max_context
     pool = state.admission.pool_tokens
-    # The last token needs no room in the pool, because its KV is never computed.
-    room = min(context, pool + 1) - num_prompt_tokens
+    room = max_length(state) - num_prompt_tokens
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
         message = (
@@ -138,7 +151,7 @@ def room_for(
             f"{limit}; shorten it"
         )
         raise ApiError(400, message, code="context_length_exceeded", param=param)
-    if wanted is None:
+    if wanted is None or (fills and wanted > room):
         return room
     if wanted > room:
         message = (

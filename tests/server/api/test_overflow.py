@@ -14,6 +14,7 @@ from helpers.server.scripted_model import scripted
 from kvboost_edge.server.api.chat_requests import _tokens_around
 
 CONTEXT = 600
+MESSAGES = "/v1/messages"
 DROP = {"context_overflow": "drop_oldest"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -93,6 +94,28 @@ async def test_truncation_as_server_default_is_reported_in_streams(engine):
     assert '"dropped_messages":0' not in answer.text
     assert '"dropped_messages":' in answer.text
     assert refused.status_code == 400
+
+
+@pytest.mark.parametrize("max_tokens", [20, CONTEXT - 1, CONTEXT, CONTEXT + 1, 32_000])
+async def test_messages_reserves_no_more_than_an_eighth_of_the_context(engine, max_tokens):
+    """The max_tokens of /v1/messages may exceed the context. Turns are dropped only if the rest of
+    the context is shorter than that share.
+    """
+    turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}]
+    last = {"role": "user", "content": "z"}
+    reserved = min(max_tokens, CONTEXT // 8)
+    dropped = []
+    async with app_of(engine, context_overflow="drop_oldest") as client:
+        for num_turns in range(1, 8):
+            asked = {"messages": [*turns * num_turns, last]}
+            size = (await client.post(f"{MESSAGES}/count_tokens", json=asked)).json()
+            answer = await client.post(MESSAGES, json={**asked, "max_tokens": max_tokens})
+            assert answer.status_code == 200, answer.text
+            gone = answer.json()["kvboost"]["dropped_messages"]
+            assert (gone > 0) == (size["input_tokens"] > CONTEXT - reserved)
+            dropped.append(gone)
+    assert dropped[0] == 0
+    assert dropped[-1] > 0
 
 
 def test_cached_token_counts_do_not_keep_the_tokenizer_alive(engine):

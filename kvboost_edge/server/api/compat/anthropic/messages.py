@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked, with_defaults
-from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
 from kvboost_edge.server.api.schemas.chat import ChatRequest
@@ -34,10 +33,10 @@ class RenderedMessages(RenderedChat):
             body = body.model_copy(update={"system": state.defaults.system})
         chat = translated(body)
         self._marks = breakpoints(body)
-        self._max_tokens = body.max_tokens
         self._budget = body.thinking_budget
         self.kept: list[tuple[int, float]] = []
-        super().__init__(state, chat, pings=True)
+        # As in Anthropic's API, max_tokens may exceed the context, and the answer then ends there.
+        super().__init__(state, chat, pings=True, fills=True)
         # Pins may take at most half of the pool, and the other half must hold any request. In a
         # smaller pool the prefix is not pinned, but evicted after all other blocks of its API key.
         self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
@@ -58,13 +57,7 @@ class RenderedMessages(RenderedChat):
         return [dataclasses.replace(prompt, pins=pins)]
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """Return the sampling parameters of one choice.
-
-        As in Anthropic's API, `max_tokens` may exceed the context, and the answer then ends there.
-        """
-        wanted = None if self._max_tokens else 0
-        room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
-        return self._sampling(prompt, choice, min(room, self._max_tokens), budget=self._budget)
+        return self._sampling(prompt, choice, budget=self._budget)
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:

@@ -50,7 +50,7 @@ def translated(body: Prompted) -> ChatRequest:
     fields: Json = {"chat_template_kwargs": {"enable_thinking": body.thinks}, **_tools(body)}
     if isinstance(body, MessagesRequest):
         fields |= {
-            "max_tokens": body.max_tokens or None,
+            "max_tokens": body.max_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
