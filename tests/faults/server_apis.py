@@ -141,7 +141,7 @@ _OPENAI = (
     fault(
         "accepts a prompt one token longer than the context",
         "server/api/checks.py",
-        "room = min(context, pool + 1) - num_prompt_tokens",
+        "room = max_length(state) - num_prompt_tokens",
         "room = min(context + 1, pool + 1) - num_prompt_tokens",
         f"{_CHAT}::test_without_max_tokens_an_answer_may_fill_the_context",
     ),
