@@ -10,6 +10,8 @@ FIELDS = {
     "add_generation_prompt": "Append the beginning of an answer to the messages. Default: true.",
     "annotations": "Accepted and ignored.",
     "best_of": "Only 1 is supported.",
+    "CompletionRequest.best_of": "Number of sequences to generate, at least `n`. The `n` with the "
+    "highest mean log probability are returned. Above `n`, it cannot be streamed. Default: `n`.",
     "chat_template_kwargs": "Variables of the chat template, such as `enable_thinking`.",
     "content": "Text, or a list of text parts.",
     "dimensions": "Length of the vectors, for models that can shorten them. Default: full length.",
