@@ -2,7 +2,8 @@
 
 The bundled model was not trained for embeddings, so each text gets an ending that asks for its
 subject. The right fact is then among the first three for 7 of 10 questions. For real use, pass an
-embedding model, such as --embedding-model Qwen/Qwen3-Embedding-0.6B-GGUF:Q8_0.
+embedding model, such as --embedding-model Qwen/Qwen3-Embedding-0.6B-GGUF:Q8_0. Such models were
+trained with a prefix before questions. --query-prefix sets that of other models.
 """
 
 import argparse
@@ -14,12 +15,16 @@ from kvboost_edge import CPUPagedEngine
 
 DOCUMENT = resources.files("kvboost_edge") / "assets/demo_document.txt"
 ENDING = " The name of"  # makes a generative model name the subject next
+QUERY_PREFIX = "Instruct: Given a question, retrieve facts that answer it\nQuery:"
 
 
-def most_similar(engine, ending, facts, question):
-    """Return the facts with their similarity to the question, the most similar first."""
+def most_similar(engine, facts, question, prefix="", ending=""):
+    """Return the facts with their similarity to the question, the most similar first.
+
+    The prefix precedes only the question, and the ending follows all texts.
+    """
     vectors = engine.embed([fact + ending for fact in facts])  # float32, each of length 1
-    [vector] = engine.embed([question + ending])
+    [vector] = engine.embed([prefix + question + ending])
     return sorted(zip(vectors @ vector, facts, strict=True), reverse=True)
 
 
@@ -35,6 +40,11 @@ def main():
     )
     parser.add_argument("--embedding-model", help="model that embeds (default: --model)")
     parser.add_argument(
+        "--query-prefix",
+        default=QUERY_PREFIX,
+        help="text before the question for --embedding-model (default: that of Qwen3-Embedding)",
+    )
+    parser.add_argument(
         "--document", type=Path, default=DOCUMENT, help="text file (default: the demo's document)"
     )
     parser.add_argument("--top", type=int, default=3, help="facts to use (default: %(default)s)")
@@ -45,9 +55,11 @@ def main():
     with CPUPagedEngine.from_pretrained(arguments.model) as engine:
         if arguments.embedding_model:
             with CPUPagedEngine.from_pretrained(arguments.embedding_model) as embedder:
-                found = most_similar(embedder, "", facts, arguments.question)
+                found = most_similar(
+                    embedder, facts, arguments.question, prefix=arguments.query_prefix
+                )
         else:
-            found = most_similar(engine, ENDING, facts, arguments.question)
+            found = most_similar(engine, facts, arguments.question, ending=ENDING)
         for similarity, fact in found[: arguments.top]:
             print(f"{similarity:.3f} {fact}")
         context = " ".join(fact for _, fact in found[: arguments.top])

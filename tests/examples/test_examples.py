@@ -140,10 +140,12 @@ def test_rag_takes_an_embedding_model(run, tmp_path):
     document.write_text("The pet of Mira is owl. The job of Mira is baker. The code is 2818.")
     question = "The job of Mira is baker."
     arguments = ("--embedding-model", model, "--document", document, "--top", 2)
-    first, second, answer = run("rag.py", question, *arguments).splitlines()
+    first, second, answer = run("rag.py", question, *arguments, "--query-prefix", "").splitlines()
     assert first == f"1.000 {question}"
     assert float(second.split()[0]) < 1
     assert answer.endswith(" prompt tokens]")
+    prefixed = run("rag.py", question, *arguments).splitlines()[:2]
+    assert max(float(line.split()[0]) for line in prefixed) < 1
 
 
 def _figures(line):
