@@ -6,6 +6,7 @@ from faults.fault import fault
 
 _COMPAT = "tests/server/api/compat"
 _CONTRACT = f"{_COMPAT}/test_contract.py"
+_OLLAMA_CLI = "tests/server/models/test_ollama_cli.py"
 _LLAMA_CPP = f"{_COMPAT}/test_llama_cpp.py"
 _INFILL = f"{_COMPAT}/test_infill.py"
 _ANTHROPIC = f"{_COMPAT}/test_anthropic.py"
@@ -316,6 +317,13 @@ _COMPAT_APIS = (
             "            default=self._calls_told,\n"
         ),
         f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
+    ),
+    fault(
+        "Ollama: refuses the empty names of its Go client",
+        "server/api/compat/ollama/schemas.py",
+        'BeforeValidator(lambda value: None if value == "" else value)',
+        "BeforeValidator(lambda value: value)",
+        f"{_OLLAMA_CLI}::test_models_are_created_copied_listed_stopped_and_deleted",
     ),
     # llama.cpp.
     fault(

@@ -180,7 +180,7 @@ FROM_A = {"model": "x", "from": "a"}
 @pytest.mark.parametrize(
     ("body", "status", "problem"),
     [
-        ({"from": "a"}, 400, "model is missing; name the new model"),
+        ({"from": "a"}, 400, "model is missing; name the model"),
         ({"model": "x"}, 400, "from is missing; name the model to start from"),
         ({"model": "../x", "from": "a"}, 400, "is invalid"),
         ({"model": "a", "from": "a"}, 400, "given on the command line"),

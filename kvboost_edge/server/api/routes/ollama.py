@@ -119,7 +119,7 @@ async def ps(request: Request) -> Response:
 async def show(request: Request, body: OllamaShow) -> Response:
     """Return information about a model, without loading it."""
     server = server_of(request)
-    served = served_model(request, resolve_name(server.models, body.model or body.name))
+    served = served_model(request, resolve_name(server.models, body.given))
     return json_response(await off_loop(lambda: show_model(server, served)))
 
 

@@ -37,6 +37,15 @@ async def test_tool_results_match_calls_by_order_and_by_name(app, speaker):
     ) == (400, True)
 
 
+async def test_a_tool_whose_properties_are_null_takes_no_arguments(app, speaker):
+    """Ollama's Go client sends null for a function without arguments."""
+    speaker.text = FORMATS["hermes"].turn(calls=[("clock", {})])
+    parameters = {"type": "object", "properties": None}
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": parameters}}]
+    answer = await CHAT.ask(app, CHAT.body(tools=tools))
+    assert CHAT.said(answer).calls == [("clock", "{}")]
+
+
 async def test_generate_applies_the_template_unless_raw(app, speaker):
     speaker.text = FORMATS["hermes"].turn(thought="It may rain.", text="Sun.")
     answered = GENERATE.said(await GENERATE.ask(app, {**GENERATE.body(), "system": "Be brief."}))

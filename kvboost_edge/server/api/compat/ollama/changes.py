@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.models.pull.download import PullEvent
+from kvboost_edge.server.api.compat.ollama.schemas import Named
 from kvboost_edge.server.api.compat.ollama.writer import LINES
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyFalse
-from kvboost_edge.server.api.schemas.strict import Strict, bad_field
+from kvboost_edge.server.api.schemas.strict import Strict
+from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 from kvboost_edge.server.api_errors import ApiError, ClientGone, as_api_error
 from kvboost_edge.server.models.changes import ModelChanges
 from kvboost_edge.server.models.registry import until_gone
@@ -24,23 +26,13 @@ from kvboost_edge.server.work.streams import EventStream, dumps, send_json
 __all__ = ["OllamaCopy", "OllamaDelete", "OllamaPull", "changes_of", "send_progress"]
 
 _SUCCESS = {"status": "success"}
+_NO_LOGIN = UnsupportedField("set HF_TOKEN in the environment of the server", ("",))
 
 
-class _Named(Strict):
-    model: ModelName | None = None
-    name: ModelName | None = Field(None, description="Older name of the field `model`.")
-
-    @property
-    def given(self) -> str:
-        """The name of the model. Raises ApiError if it is missing."""
-        found = self.model or self.name
-        if found is None:
-            raise bad_field("model", "model is missing; name the model")
-        return found
-
-
-class OllamaPull(_Named):
+class OllamaPull(Named):
     """Body of /api/pull."""
+
+    unsupported = dict.fromkeys(("username", "password"), _NO_LOGIN)
 
     insecure: OnlyFalse = None
     stream: bool | None = Field(
@@ -48,7 +40,7 @@ class OllamaPull(_Named):
     )
 
 
-class OllamaDelete(_Named):
+class OllamaDelete(Named):
     """Body of /api/delete."""
 
 

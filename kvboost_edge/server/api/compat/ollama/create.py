@@ -10,9 +10,9 @@ from pydantic import Field, ValidationError
 
 from kvboost_edge.models.locate.managed import ManagedModel
 from kvboost_edge.server.api.compat.ollama.modelfile import fields_of
-from kvboost_edge.server.api.compat.ollama.schemas import Options
+from kvboost_edge.server.api.compat.ollama.schemas import Named, Options
 from kvboost_edge.server.api.schemas.shared import BoundedText, ModelName
-from kvboost_edge.server.api.schemas.strict import Strict, bad_field
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 from kvboost_edge.server.api_errors import as_api_error
 from kvboost_edge.server.models.created import ModelOverrides
@@ -46,13 +46,11 @@ _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Names of request fields by Ollama's names, where they differ."""
 
 
-class OllamaCreate(Strict):
+class OllamaCreate(Named):
     """Body of /api/create: the fields of the new model, or a `modelfile` with them."""
 
     unsupported = _UNSUPPORTED
 
-    model: ModelName | None = None
-    name: ModelName | None = Field(None, description="Older name of the field `model`.")
     source: ModelName | None = Field(
         None,
         alias="from",
@@ -74,14 +72,6 @@ class OllamaCreate(Strict):
     stream: bool | None = Field(
         None, description="Send the progress as a stream of JSON lines; true by default."
     )
-
-    @property
-    def given(self) -> str:
-        """The name of the model. Raises ApiError if it is missing."""
-        found = self.model or self.name
-        if found is None:
-            raise bad_field("model", "model is missing; name the new model")
-        return found
 
     def whole(self) -> OllamaCreate:
         """Return the body with the fields of its Modelfile.

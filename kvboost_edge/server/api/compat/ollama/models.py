@@ -26,17 +26,17 @@ _LATEST = ":latest"
 _FOREVER = "9999-12-31T23:59:59Z"
 
 
-def resolve_name(models: Models, name: str | None) -> str:
+def resolve_name(models: Models, name: str) -> str:
     """Resolve a model name of a client, which may have Ollama's tag ":latest" or lack it.
 
     Raises:
         ApiError: the model is not served (404).
     """
-    for known in (name, (name or "").removesuffix(_LATEST), f"{name}{_LATEST}"):
+    for known in (name, name.removesuffix(_LATEST), f"{name}{_LATEST}"):
         if known in models.names:
-            return str(known)
+            return known
     here = ", ".join(repr(_tagged(one.name)) for one in models.all)
-    message = f"model {(name or '')[:200]!r} not found; this server has {here}"
+    message = f"model {name[:200]!r} not found; this server has {here}"
     raise ApiError(404, message, code="model_not_found", param="model")
 
 

@@ -1,10 +1,10 @@
-"""Request bodies of /api/chat, /api/generate and /api/show."""
+"""Request bodies of /api/chat, /api/generate and /api/show, and of any route that names a model."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
@@ -14,16 +14,16 @@ from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
     ModelName,
     OnlyEmpty,
-    OnlyFalse,
     Stop,
     check_text,
     number_schema,
+    or_null,
 )
-from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, UnsupportedField
 
-__all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
+__all__ = ["Named", "OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
 
 _IGNORED = UnsupportedField("", ignored=True)
 _LOADING = (
@@ -37,6 +37,7 @@ _LOADING = (
         "logits_all",
         "vocab_only",
         "use_mmap",
+        "draft_num_predict",
     ),
     *("use_mlock", "embedding_only", "num_thread", "num_keep"),
 )
@@ -211,9 +212,34 @@ class OllamaGenerate(_Generating):
     raw: bool | None = Field(None, description="Continue the prompt without the chat template.")
 
 
-class OllamaShow(Strict):
-    """Body of /api/show. `name` is an older name of the field `model`."""
+# Ollama's Go client always sends all of its fields. Those that are not set are "".
+_Name = Annotated[
+    ModelName | None,
+    BeforeValidator(lambda value: None if value == "" else value),
+    or_null({"type": "string", "maxLength": int(COUNTS["model"].high)}),
+]
 
-    model: ModelName | None = None
-    name: ModelName | None = None
-    verbose: OnlyFalse = None
+
+class Named(Strict):
+    """A body that names a model, which must be given in one of two fields. "" counts as missing."""
+
+    model: _Name = None
+    name: _Name = Field(None, description="Older name of the field `model`.")
+
+    @property
+    def given(self) -> str:
+        """The name of the model. Raises ApiError if it is missing."""
+        found = self.model or self.name
+        if found is None:
+            raise bad_field("model", "model is missing; name the model")
+        return found
+
+
+class OllamaShow(Named):
+    """Body of /api/show."""
+
+    unsupported = dict.fromkeys(("system", "template", "options"), _IGNORED)
+
+    verbose: bool | None = Field(
+        None, description="No effect. Tokens and tensors of the model are never listed."
+    )

@@ -63,7 +63,7 @@ def chat_of(body: OllamaChat) -> ChatRequest:
     """
     return chat_request(
         messages=_messages(body.messages or ()),
-        tools=body.tools or None,
+        tools=[_tool(one) for one in body.tools or ()] or None,
         **_shared(body),
     )
 
@@ -132,6 +132,16 @@ def _thinking(think: bool | str | int | None) -> Json:
         if isinstance(think, int) and not isinstance(think, bool)
         else None,
     }
+
+
+def _tool(tool: Json) -> Json:
+    """Return a tool. Properties that are null, as the Go client sends for none, are left out."""
+    function = tool["function"]
+    parameters = function["parameters"]
+    if parameters.get("properties", {}) is not None:
+        return tool
+    kept = {name: value for name, value in parameters.items() if name != "properties"}
+    return {**tool, "function": {**function, "parameters": kept}}
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
