@@ -28,8 +28,8 @@ FAULTS = (
     fault(
         "does not preempt lines for a request",
         "engine/schedule/scheduler.py",
-        "        if full and self._preempt_background(sequence):\n",
-        "        if False:\n",
+        "        if self._is_full(sequence) and (other",
+        "        if False and (other",
         f"{_BACKGROUND}::test_a_request_preempts_a_background_sequence",
     ),
     fault(

@@ -123,6 +123,21 @@ FAULTS = (
         "tests/engine/schedule/test_random_schedules.py",
     ),
     fault(
+        "preempts a sequence for a request that waits for a prefix",
+        "engine/schedule/scheduler.py",
+        "            try:\n                if not self._is_alone",
+        "            try:\n                if not self._has_place(sequence):\n"
+        "                    self._make_place(sequence)\n                if not self._is_alone",
+        "tests/engine/schedule/test_fairness.py",
+    ),
+    fault(
+        "preempts a sequence for a request that waits for a recurrent state",
+        "engine/schedule/scheduler.py",
+        "                    if self.loads.is_awaited_by(sequence):",
+        "                    if False:",
+        "tests/engine/offload/test_state_tiers.py",
+    ),
+    fault(
         "retention counts each sequence of a call as a separate call",
         "engine/schedule/retention.py",
         "known.began == began:",

@@ -160,6 +160,13 @@ class PrefetchQueue(Prefetcher):
         own = self.of(sequence)
         return self.num_arriving - (own is not None and not own.is_done)
 
+    def is_awaited_by(self, sequence: Request) -> bool:
+        return any(
+            load.sequence is sequence or sequence.index in load.waiting
+            for load in self
+            if not load.is_done
+        )
+
     def bring(self, sequence: Request, spare_blocks: int, sharing: SpanPlacement) -> bool:
         load: PendingPrefetch | None = self.of(sequence)
         restored = sequence.features.restored

@@ -161,6 +161,10 @@ class Prefetcher:
         """Return the number of incomplete prefetches of other sequences."""
         return 0
 
+    def is_awaited_by(self, sequence: Sequence) -> bool:
+        """Return whether a sequence waits for an incomplete prefetch, its own or another's."""
+        return False
+
     def bring(self, sequence: Sequence, spare_blocks: int, sharing: SpanPlacement) -> bool:
         """Query the tiers for a sequence's blocks, once, and return whether any are arriving."""
         return False

@@ -222,13 +222,19 @@ class Scheduler:
         for sequence in self._by_turn():
             if sequence.needs_idle and not all(one.is_background for one in self.running):
                 continue
-            if not self._has_place(sequence):
+            if not self._has_place(sequence) and self._who_makes_place(sequence) is None:
                 return
             try:
                 if not self._is_alone and self._awaits(sequence) and not self._overtakes(sequence):
                     # Another sequence or a prefetch brings the same prefix. Later sequences may be
                     # admitted first.
                     continue
+                if not self._has_place(sequence):
+                    # Preempt only for an admission. If the place stayed empty, the preempted
+                    # sequence would be admitted and preempted again in turn.
+                    if self.loads.is_awaited_by(sequence):
+                        continue
+                    self._make_place(sequence)
                 if self.loads.bring(sequence, self._spare_blocks_of(sequence), self.sharing):
                     continue
                 admitted = self._try_admit(sequence, plan)
@@ -253,15 +259,21 @@ class Scheduler:
         for _, group in itertools.groupby(list(self.waiting), key=_BY_PRIORITY):
             yield from self._fairness.in_turn(group, self.running)
 
-    def _preempt_background(self, sequence: Sequence) -> bool:
-        """Preempt the last background sequence for a waiting one, and return whether there was one.
+    def _last_background(self, sequence: Sequence) -> Sequence | None:
+        """Return the last background sequence if a waiting one may preempt it, or None.
 
         Background sequences never preempt each other.
         """
         if sequence.is_background or not (self.running and self.running[-1].is_background):
-            return False
-        self._preempt(self.running[-1])
-        return True
+            return None
+        return self.running[-1]
+
+    def _preempt_background(self, sequence: Sequence) -> bool:
+        """Preempt the last background sequence for `sequence`, and return whether there was one."""
+        other = self._last_background(sequence)
+        if other is not None:
+            self._preempt(other)
+        return other is not None
 
     def _overtakes(self, sequence: Sequence) -> bool:
         """Return whether a sequence can compute a prefix itself that the background was computing.
@@ -279,31 +291,40 @@ class Scheduler:
                 return not self._awaits(sequence)
         return False
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may be admitted.
-
-        If that makes room, preempt a sequence of a tenant that has more than its share.
-        """
+    def _is_full(self, sequence: Sequence) -> bool:
+        """Return whether other sequences have all places."""
         # A sequence whose prefix is being prefetched counts as running. After the prefetch it waits
         # like others. Otherwise it could block a more urgent request forever.
         arriving = self.loads.num_arriving_besides(sequence)
-        full = len(self.running) + arriving >= self.max_num_seqs
-        if full and self._preempt_background(sequence):
-            full = len(self.running) + arriving >= self.max_num_seqs
-        if not full and not (self.running and sequence.blocked_at == self.manager.progress):
-            return True
+        return len(self.running) + arriving >= self.max_num_seqs
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may be admitted without preempting another one."""
+        is_blocked = bool(self.running) and sequence.blocked_at == self.manager.progress
+        return not is_blocked and not self._is_full(sequence)
+
+    def _who_makes_place(self, sequence: Sequence) -> Sequence | None:
+        """Return the running sequence to preempt for a waiting one that has no place, or None.
+
+        It is a background sequence, or one of a tenant that has more than its share.
+        """
+        if self._is_full(sequence) and (other := self._last_background(sequence)) is not None:
+            return other
         if not self._fairness.is_shared:
-            return False
+            return None
         other = self._fairness.who_yields(sequence, self.running)
         if other is None:
-            return False
+            return None
         freed = sum(self.manager.ref_count(block_id) == 1 for block_id in other.blocks.block_ids)
         # Add one, because a shared block may have to be copied.
         needed = -(-sequence.num_tokens // self.manager.block_size) + 1
-        if needed > self._spare_blocks_of(sequence) + freed:
-            return False
-        self._preempt(other)
-        return True
+        return None if needed > self._spare_blocks_of(sequence) + freed else other
+
+    def _make_place(self, sequence: Sequence) -> None:
+        """Preempt another sequence for a waiting one that has no place."""
+        other = self._who_makes_place(sequence)
+        if other is not None:
+            self._preempt(other)
 
     def _awaits(self, sequence: Sequence) -> bool:
         """Return whether to wait for shareable blocks.

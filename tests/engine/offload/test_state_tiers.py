@@ -275,6 +275,23 @@ def test_a_request_waits_for_a_load_only_if_it_may_bring_its_state(knows, monkey
     assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32, 96]
 
 
+def test_requests_that_wait_for_a_state_do_not_keep_preempting_another_tenant():
+    bench = without_states(filled(knows=True))
+    bench.scheduler.max_num_seqs = 4
+    answers = [bench.submit([200 + i] * 20, 60, tenant="a") for i in range(4)]
+    for _ in range(6):
+        bench.step()
+    asked = [bench.submit([*PROMPT, i], 1) for i in range(2)]
+    for _ in range(20):
+        bench.step()
+    assert not any(one.done for one in asked), "the state must not have arrived yet"
+    assert bench.scheduler.num_preemptions <= 2, "each request takes one place"
+    bench.run()
+    assert [bench.answer(one).cached_tokens for one in asked] == [96, 96]
+    for one in answers:
+        bench.answer(one)
+
+
 def test_blocks_after_the_restored_state_are_not_hits():
     tier = filled(knows=False)
     damage(tier, state(4), state(6))

@@ -116,6 +116,22 @@ def test_a_request_does_not_wait_for_a_background_prefix(kind):
         bench.answer(one)
 
 
+@pytest.mark.parametrize("kind", BACKGROUND)
+def test_requests_with_one_prefix_preempt_a_background_sequence_once(kind):
+    bench = Bench(64, max_num_seqs=2, max_batch_tokens=16)
+    line = bench.submit([3] * 20, 100, terms={"background": kind})
+    for _ in range(5):
+        bench.step()
+    document = prompt_of(1, 300)
+    asked = [bench.submit([*document, i], 4) for i in range(2)]
+    while not all(one.done for one in asked):
+        bench.step()
+    assert bench.scheduler.num_preemptions == 1
+    bench.run()
+    for one in (line, *asked):
+        bench.answer(one)
+
+
 def test_background_lines_share_their_prefix():
     bench = Bench(64)
     document = prompt_of(1, 160)

@@ -63,6 +63,23 @@ def test_a_short_request_does_not_wait_for_another_tenants_batch():
     assert bench.scheduler.num_preemptions == 1, "one request of tenant a must be preempted"
 
 
+def test_requests_that_wait_for_a_prefix_do_not_keep_preempting_another_tenant():
+    bench = Shared(max_num_seqs=4, max_batch_tokens=16)
+    answers = [bench.ask("a", 40, 300) for _ in range(4)]
+    for _ in range(30):
+        bench.step()
+    document = list(range(250)) * 2
+    asked = [bench.submit([*document, i], 4, tenant="b") for i in range(2)]
+    while not all(one.done for one in asked):
+        bench.step()
+    assert bench.scheduler.num_preemptions <= 2, "each request takes one place"
+    assert asked[1].result(0).cached_tokens == 496
+    assert not any(one.done for one in answers)
+    bench.run()
+    for one in (*answers, *asked):
+        bench.answer(one)
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.some(6)
 def test_the_slower_half_gets_at_least_40_percent(seed):
