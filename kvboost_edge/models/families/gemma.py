@@ -59,12 +59,12 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
                 head_norm="head",
                 query_scalar=True,
                 local_rope=True,
+                capped=True,
                 theta=1e6,
                 windows=all_but_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
                 unless=(
                     ("use_bidirectional_attention", (None, False, True)),
                     ("attn_logit_softcapping", (None,)),
-                    ("final_logit_softcapping", (None,)),
                 ),
             ),
             gguf=True,

@@ -251,9 +251,9 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granite",
             {**MATRICES, **PRE_NORMS},
             permuted=True,
-            # Granite 4 models without Mamba2 layers have the keys for Mamba2 sizes, but no Mamba2
-            # tensors.
-            keys=_MULTIPLIERS | SSM_SIZES,
+            # Granite 4 models without Mamba2 layers have the sizes of Mamba2 and of the shared
+            # expert, but none of these tensors. Their MLP has the width of feed_forward_length.
+            keys=_MULTIPLIERS | SSM_SIZES | {"expert_shared_feed_forward_length"},
             config=_gguf_config,
         ),
         "granitemoe": GgufArchitecture(

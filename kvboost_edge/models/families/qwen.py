@@ -20,7 +20,11 @@ from kvboost_edge.models.families.gguf_names import (
     GgufArchitecture,
 )
 from kvboost_edge.models.families.moe import ExpertNames, Experts, experts_by_step, gguf_experts
-from kvboost_edge.models.families.windows import qwen_windows
+from kvboost_edge.models.families.windows import (
+    qwen2_moe_windows,
+    qwen3_moe_windows,
+    qwen_windows,
+)
 
 __all__ = ["GGUF", "MODEL_TYPES", "qwen2_experts"]
 
@@ -53,7 +57,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "qwen2_moe": ModelType(
             "Qwen1.5 and Qwen2, mixture of experts with a gated shared expert",
             dataclasses.replace(
-                _QWEN2, experts=qwen2_experts, unless=(("qkv_bias", (None, True)),)
+                _QWEN2,
+                windows=qwen2_moe_windows,
+                experts=qwen2_experts,
+                unless=(("qkv_bias", (None, True)),),
             ),
             gguf=True,
         ),
@@ -65,7 +72,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         ),
         "qwen3_moe": ModelType(
             "Qwen3, mixture of experts",
-            Family(head_norm="head", windows=qwen_windows, experts=_qwen3_experts),
+            Family(head_norm="head", windows=qwen3_moe_windows, experts=_qwen3_experts),
             gguf=True,
         ),
         "qwen3_vl_text": ModelType(

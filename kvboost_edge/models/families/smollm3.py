@@ -9,9 +9,15 @@ from typing import Any
 from kvboost_edge.models.families.family import Family, ModelType
 from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.families.gguf_names import MATRICES, PRE_NORMS, GgufArchitecture
-from kvboost_edge.models.families.windows import same_window
+from kvboost_edge.models.families.windows import layer_windows
 
 __all__ = ["GGUF", "MODEL_TYPES"]
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> list[int]:
+    # Without use_sliding_window, only layer_types can give a layer a window.
+    return layer_windows(config, layers, lambda i: False)
+
 
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
@@ -21,7 +27,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
                 tied=True,
                 theta=2e6,
                 no_rope="listed",
-                windows=same_window(0),
+                windows=_windows,
                 unless=(("use_sliding_window", (None, False)),),
             ),
             gguf=True,

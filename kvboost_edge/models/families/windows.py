@@ -14,6 +14,9 @@ __all__ = [
     "every_second",
     "given_step",
     "given_window",
+    "layer_windows",
+    "qwen2_moe_windows",
+    "qwen3_moe_windows",
     "qwen_windows",
     "same_window",
 ]
@@ -79,6 +82,22 @@ def qwen_windows(config: Config, layers: int) -> list[int]:
         return [0] * layers
     first = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
     return layer_windows({"sliding_window": 4096, **config}, layers, lambda i: i >= first)
+
+
+def qwen2_moe_windows(config: Config, layers: int) -> list[int]:
+    """Return the windows of Qwen2's mixtures: of every second layer below max_window_layers."""
+    if not config.get("use_sliding_window", False):
+        return [0] * layers
+    end = integer_of(config, "max_window_layers", 0) if "max_window_layers" in config else 28
+    return layer_windows(
+        {"sliding_window": 4096, **config}, layers, lambda i: i % 2 == 0 and i < end
+    )
+
+
+def qwen3_moe_windows(config: Config, layers: int) -> list[int]:
+    """Return the windows of Qwen3's mixtures: the same for all layers."""
+    used = config.get("use_sliding_window", False)
+    return [given_window(config, 4096) if used else 0] * layers
 
 
 def every_second(config: Config, layers: int) -> list[int]:

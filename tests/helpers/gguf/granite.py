@@ -78,6 +78,7 @@ def write_granite_factors(writer: GGUFWriter, config: Config) -> None:
     if config["model_type"] == "granitemoehybrid":
         writer.add_expert_count(0)
         writer.add_expert_used_count(0)
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
         writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
         _write_state_sizes(writer, config)
     _write_multipliers(writer, config)

@@ -100,6 +100,16 @@ VARIANTS = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     ),
+    "qwen2_moe-window": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3_moe-window": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "smollm3-window": ("smollm3", {"sliding_window": 24}),
+    "gemma3_text-cap": ("gemma3_text", {"final_logit_softcapping": 2.0}),
 }
 
 
