@@ -129,8 +129,13 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
 
     They are in `rope_parameters`, or in the older keys `rope_theta`, `rope_scaling` and
     `partial_rotary_factor`.
+
+    Raises:
+        ModelFormatError: the settings cannot be read, or `rope_scaling` contradicts
+            `rope_parameters`.
     """
-    older = {"rope_theta": config.get("rope_theta", family.theta)}
+    theta = config.get("rope_theta")
+    older = {"rope_theta": family.theta if theta is None else theta}
     if config.get("partial_rotary_factor") is not None:
         older["partial_rotary_factor"] = config["partial_rotary_factor"]
     newer = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -140,6 +145,7 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
         raise ModelFormatError(
             f"RoPE settings {newer!r} are not supported by the native runner for this family"
         )
+    _check_older_settings(newer, config.get("rope_scaling") or {})
     merged = {
         "partial_rotary_factor": family.partial,
         **older,
@@ -159,6 +165,24 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
     else:
         merged[name] = merged.get(name) or outer or context_length(config)
     return merged
+
+
+def _check_older_settings(newer: Mapping[str, Any], scaling: object) -> None:
+    """Check that `rope_scaling` has no setting that `rope_parameters` lacks.
+
+    transformers would use `rope_scaling` and drop `rope_parameters`, and with it the base.
+    """
+    if not isinstance(scaling, Mapping):
+        raise ModelFormatError(f"rope_scaling={scaling!r:.200} must be an object")
+    kinds = {"type": newer.get("rope_type", newer.get("type"))}
+    known = {**newer, **kinds, "rope_type": kinds["type"]}
+    differing = sorted(key for key, value in scaling.items() if known.get(key) != value)
+    if differing:
+        raise ModelFormatError(
+            f"rope_scaling={dict(scaling)!r:.200} contradicts rope_parameters={dict(newer)!r:.200} "
+            f"({', '.join(differing)}); give all RoPE settings in rope_parameters and remove "
+            "rope_scaling"
+        )
 
 
 def _local_rope_settings(

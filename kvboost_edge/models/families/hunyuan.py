@@ -46,6 +46,7 @@ def _complete(config: Config) -> Config:
     base, alpha = (number_of(numbers, key, 1e-9, 1e12, "RoPE of type 'dynamic'") for key in numbers)
     return {
         **config,
+        "rope_scaling": None,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": base * alpha ** (dim / (dim - 2)),

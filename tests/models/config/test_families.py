@@ -73,6 +73,15 @@ def test_older_config_keys_are_read():
     assert [layer.rope for layer in old.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
 
 
+def test_rope_settings_may_be_given_twice():
+    once = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    older = {"type": "linear", "factor": 2.0}
+    assert _spec("llama", rope_parameters=once, rope_scaling=older) == _spec(
+        "llama", rope_parameters=once
+    )
+    assert _spec("llama", rope_theta=None) == _spec("llama")
+
+
 def test_layers_without_rope_are_read():
     assert [layer.rope for layer in _spec("exaone4").layers] == [0, 0, 0, -1] * 2
     assert [layer.rope for layer in _spec("exaone4", sliding_window=None).layers] == [0] * 8

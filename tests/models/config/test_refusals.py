@@ -211,6 +211,14 @@ REFUSED = {
         ({"logits_scaling": 0}, "logits_scaling"),
         ({"attention_multiplier": NAN}, "attention_multiplier"),
         ({"residual_multiplier": 1e40}, "residual_multiplier"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            r"rope_scaling=.*contradicts rope_parameters=.*\(factor, type\)",
+        ),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": 5}, "rope_scaling=5"),
         ({"logits_scaling": 1e-40}, "logits_scaling"),
     ],
     "mistral": [
