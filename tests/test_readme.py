@@ -56,7 +56,9 @@ FEATURES = """
     prefix caching, persistent KV cache, speculative decoding, structured output, tool calling,
     embeddings, reranking, hybrid models, multi-model serving, replicas, cache-miss reports,
     KV cache quantization, non-prefix KV reuse, chunked prefill, continuous batching,
-    paged attention, copy-on-write, mixture of experts, GGUF, OpenAI-compatible
+    paged attention, copy-on-write, mixture of experts, GGUF, OpenAI-compatible, KV offloading,
+    weight quantization, logprobs, fill-in-the-middle, FIM, infill, Docker, Kubernetes, Prometheus,
+    metrics, multimodal, vision models, beam search
 """
 
 
