@@ -388,7 +388,10 @@ REFUSED: dict[str, list[Any]] = {
     ],
     OLLAMA: [
         *_NO_PROGRESS,
-        ({"messages": [{**ASK[0], "images": ["aGk="]}]}, "images"),
+        (
+            {"messages": [{**ASK[0], "images": ["aGk="]}]},
+            "messages.0.images: images are not supported; this server takes text only",
+        ),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
         (

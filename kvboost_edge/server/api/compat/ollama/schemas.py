@@ -13,7 +13,6 @@ from kvboost_edge.server.api.schemas.samplers import MirostatMode
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
     ModelName,
-    OnlyEmpty,
     Stop,
     check_text,
     number_schema,
@@ -156,13 +155,21 @@ class Call(Strict):
     type: Literal["function"] | None = None
 
 
+def _no_images(value: Any) -> None:
+    if value is not None and value != []:
+        raise field_error("images", NO_IMAGES)
+
+
+_NoImages = Annotated[None, PlainValidator(_no_images), or_null({"type": "array", "maxItems": 0})]
+
+
 class OllamaMessage(Strict):
     """A chat message in Ollama's format."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: BoundedText | None = None
     thinking: BoundedText | None = None
-    images: OnlyEmpty = None
+    images: _NoImages = None
     tool_calls: Annotated[list[Call], Field(fail_fast=True), counted("tool_calls")] | None = None
     tool_name: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
     tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
