@@ -71,7 +71,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             onnx=True,
         ),
         "gemma3": ModelType(
-            "the language part of a vision model; text only",
+            "Gemma 3 (vision model), text only",
             wrapper=Wrapper(("gemma3_text",), tied=True, defaults=_GEMMA3),
             torch=False,
         ),

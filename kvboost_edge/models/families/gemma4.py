@@ -229,7 +229,6 @@ _FAMILY = Family(
     experts=_experts,
     unless=(("use_bidirectional_attention", (None, False, "vision")),),
 )
-_PART = "the language part of a vision and audio model; text only"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "gemma4_text": ModelType(
@@ -241,9 +240,15 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
         "gemma4_unified_text": ModelType(
             "Gemma 4 without per-layer embeddings", _FAMILY, torch=False
         ),
-        "gemma4": ModelType(_PART, wrapper=Wrapper(("gemma4_text",), tied=True), torch=False),
+        "gemma4": ModelType(
+            "Gemma 4 (vision and audio model), text only",
+            wrapper=Wrapper(("gemma4_text",), tied=True),
+            torch=False,
+        ),
         "gemma4_unified": ModelType(
-            _PART, wrapper=Wrapper(("gemma4_unified_text",), tied=True), torch=False
+            "Gemma 4 without per-layer embeddings (vision and audio model), text only",
+            wrapper=Wrapper(("gemma4_unified_text",), tied=True),
+            torch=False,
         ),
     }
 )

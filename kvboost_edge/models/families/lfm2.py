@@ -170,7 +170,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "lfm2_vl": ModelType(
-            "the language part of a vision model; text only",
+            "LFM2 (vision model), text only",
             wrapper=Wrapper(("lfm2",), tied=True),
             torch=False,
         ),

@@ -54,7 +54,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "mistral3": ModelType(
-            "the language part of a vision model; text only",
+            "Mistral and Ministral 3 (vision model), text only",
             wrapper=Wrapper(("mistral", "ministral3"), tied=True),
             torch=False,
             gguf=True,

@@ -76,13 +76,13 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "qwen3_vl_text": ModelType(
-            "the language part of Qwen3-VL on its own",
+            "Qwen3-VL, the language model on its own",
             Family(head_norm="head", head_dim=128, theta=5e5),
             torch=False,
             gguf=True,
         ),
         "qwen3_vl": ModelType(
-            "the language part of a vision model; text only",
+            "Qwen3-VL (vision model), text only",
             wrapper=Wrapper(("qwen3_vl_text",), tied=False),
             torch=False,
             gguf=True,

@@ -138,7 +138,6 @@ _FAMILY = Family(
 _MOE = dataclasses.replace(
     _FAMILY, inner="shared_expert_intermediate_size", experts=_experts, complete=_complete
 )
-_PART = "the language part of a vision model; text only"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "qwen3_5_text": ModelType(
@@ -154,10 +153,16 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "qwen3_5": ModelType(
-            _PART, wrapper=Wrapper(("qwen3_5_text",), tied=False), torch=False, gguf=True
+            "Qwen3.5 and Qwen3.6 (vision model), text only",
+            wrapper=Wrapper(("qwen3_5_text",), tied=False),
+            torch=False,
+            gguf=True,
         ),
         "qwen3_5_moe": ModelType(
-            _PART, wrapper=Wrapper(("qwen3_5_moe_text",), tied=False), torch=False, gguf=True
+            "Qwen3.5 and Qwen3.6, mixture of experts (vision model), text only",
+            wrapper=Wrapper(("qwen3_5_moe_text",), tied=False),
+            torch=False,
+            gguf=True,
         ),
     }
 )
