@@ -524,7 +524,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     ) -> WarmResult:
         """Compute a prompt if it is not cached, and pin its full blocks.
 
-        Pinning a prompt again replaces its expiry time.
+        Pinning a prompt again replaces its expiry time. Requests that pin the same blocks with
+        `pins` do not change it.
 
         Args:
             ttl: seconds until the pin expires. None keeps the pin until `unpin`.
@@ -535,9 +536,18 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
 
     def unpin(
-        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        holder: str | None = None,
     ) -> int:
         """Remove the pin of a prompt. Its blocks stay cached but can be evicted.
+
+        Args:
+            holder: `pin_holder` of the requests whose pin is removed. None removes all pins of the
+                prompt.
 
         Returns:
             The number of blocks that no pin holds any more. 0 if this tenant and salt did not pin
@@ -549,6 +559,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             return self._parts.manager.pins.end(
                 token_ids[: shareable_end(self._config, len(token_ids))],
                 self._builder.root(terms),
+                holder,
             )
 
     def warm_result(

@@ -229,13 +229,18 @@ class ReplicatedEngine:
         return max(found, key=int)
 
     def unpin(
-        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        holder: str | None = None,
     ) -> int:
         find = functools.partial(
             self._answers.find, shared_root(self._about.root, tenant, cache_salt)
         )
         _, ids = encode_prompt(prompt, self._tokenizer, self._about.info.vocab_size, find)
-        return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt))
+        return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt, holder))
 
     def kept_answers(
         self, *, tenant: str | None = None, cache_salt: str | None = None

@@ -406,10 +406,12 @@ class EngineReplica:
     async def _reset_cache(self) -> int:
         return await asyncio.to_thread(self._engine.reset_cache)
 
-    async def _unpin(self, tokens: bytes, tenant: str | None, cache_salt: str | None) -> int:
+    async def _unpin(
+        self, tokens: bytes, tenant: str | None, cache_salt: str | None, holder: str | None
+    ) -> int:
         ids = decode_tokens(tokens)
         return await asyncio.to_thread(
-            lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt)
+            lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt, holder=holder)
         )
 
     async def _warm_result(

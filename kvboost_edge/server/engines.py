@@ -111,7 +111,12 @@ class Engine(StatsProvider, Protocol):
     ) -> WarmResult: ...
 
     def unpin(
-        self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        holder: str | None = None,
     ) -> int: ...
 
     def kept_answers(

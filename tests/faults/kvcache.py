@@ -99,13 +99,8 @@ FAULTS = (
     fault(
         "never expires a pin",
         "kvcache/eviction/pins.py",
-        (
-            "            serial\n"
-            "            for serial, pin in self._pins.items()\n"
-            "            if pin.until is not None and pin.until <= now\n"
-        ),
-        "            serial for serial, pin in self._pins.items() if pin.until is not None and "
-        "pin.until < 0\n",
+        "                if until is not None and until <= now:\n",
+        "                if until is not None and until < 0:\n",
         *_ROOM,
     ),
     fault(

@@ -46,6 +46,7 @@ from kvboost_edge.kvcache.manager import (
 LONG, QUICK = (os.environ.get(f"KVBOOST_EDGE_TEST_{name}") == "1" for name in ("LONG", "QUICK"))
 NUM_EXAMPLES = 10_000 if LONG else 100 if QUICK else 200
 STEPS = 40 if LONG else 20
+HOLDERS = ("", "a")
 
 
 class PoolMachine(Asking):
@@ -68,7 +69,7 @@ class PoolMachine(Asking):
         self.live = []
         self.cached = {}  # (parent node, tokens) -> (block, node)
         self.claims = {}
-        self.pins = {}  # node of the last block -> (blocks, end)
+        self.pins = {}  # node of the last block -> (blocks, {holder: end})
         self.now = self.next_node = 0
         self.evictions = self.cow_copies = self.hits = self.misses = 0
 
@@ -364,8 +365,13 @@ class PoolMachine(Asking):
         self.forget_blocks(table.block_ids)
         self.manager.free(table)
 
-    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.none() | st.integers(1, 3))
-    def pin(self, tokens, root, ttl):
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        ttl=st.none() | st.integers(1, 3),
+        holder=st.sampled_from(HOLDERS),
+    )
+    def pin(self, tokens, root, ttl, holder):
         num_full = len(tokens) // self.size
         until = None if ttl is None else self.now + ttl
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
@@ -376,19 +382,27 @@ class PoolMachine(Asking):
             or len(pinned | set(block_ids)) > self.manager.num_blocks // 2
         ):
             with pytest.raises((CapacityError, RequestError)):
-                self.manager.pins.add(tokens, root, until=until)
+                self.manager.pins.add(tokens, root, holder=holder, until=until)
             return
-        assert self.manager.pins.add(tokens, root, until=until) == num_full
-        self.pins[node] = block_ids, until
+        assert self.manager.pins.add(tokens, root, holder=holder, until=until) == num_full
+        self.pins.setdefault(node, (block_ids, {}))[1][holder] = until
 
-    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
-    def unpin(self, tokens, root):
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        holder=st.none() | st.sampled_from(HOLDERS),
+    )
+    def unpin(self, tokens, root, holder):
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
         whole = len(block_ids) == len(tokens) // self.size
         before = len(self.refs())
-        gone, _ = self.pins.pop(node, ([], None)) if whole else ([], None)
+        gone, ends = self.pins.get(node, ([], {})) if whole else ([], {})
+        for one in list(ends) if holder is None else [holder]:
+            ends.pop(one, None)
+        if gone and not ends:
+            del self.pins[node]
         pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
-        assert self.manager.pins.end(tokens, root) == len(set(gone) - pinned)
+        assert self.manager.pins.end(tokens, root, holder) == len(set(gone) - pinned)
         assert len(self.refs()) <= before
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.integers(1, 3))
@@ -399,12 +413,15 @@ class PoolMachine(Asking):
     @rule(seconds=st.integers(1, 3))
     def time_goes_by(self, seconds):
         self.now += seconds
-        self.pins = {
-            node: pin for node, pin in self.pins.items() if pin[1] is None or pin[1] > self.now
-        }
+        for node, (block_ids, ends) in list(self.pins.items()):
+            left = {one: end for one, end in ends.items() if end is None or end > self.now}
+            self.pins[node] = block_ids, left
+            if not left:
+                del self.pins[node]
         self.manager.pins.expire(self.now)
         assert self.manager.pins.next_end == min(
-            (end for _, end in self.pins.values() if end is not None), default=None
+            (end for _, ends in self.pins.values() for end in ends.values() if end is not None),
+            default=None,
         )
 
     @rule()
@@ -460,7 +477,8 @@ class PoolMachine(Asking):
             for block_ids, _ in self.pins.values():
                 assert all(self.manager.ref_count(block_id) == 1 for block_id in block_ids)
             self.manager.pins.expire(10**9)
-            assert len(self.manager.pins) == sum(end is None for _, end in self.pins.values())
+            kept = [ends for _, ends in self.pins.values() if None in ends.values()]
+            assert len(self.manager.pins) == len(kept)
             for block_id in list(self.manager._pool.held()):
                 self.manager._pool.let_go(block_id, matchable=True)
             assert self.manager.free_block_count == self.manager.num_blocks

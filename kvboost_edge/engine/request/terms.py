@@ -133,8 +133,17 @@ class Terms:
         (),
         "Pins for the beginning of the prompt, as pairs of a number of tokens and a duration "
         "in seconds. Pins for which no room is left are skipped, and the handle reports the "
-        "others",
+        "others. A pin does not shorten a longer one of the same blocks",
         unset="none",
+    )
+    pin_holder: str = option(
+        "",
+        "Name of the holder of pins. Its latest duration replaces the earlier ones, and unpin can "
+        "end its pins alone",
+        str,
+        high=_MAX_NAME,
+        unset="none",
+        secret=True,
     )
     pin_share: float = option(
         1.0,

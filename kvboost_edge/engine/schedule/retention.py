@@ -193,6 +193,8 @@ def pin_prompt(
                 ids,
                 request.root,
                 owner=request.tenant,
+                # Without a holder, equal durations renew each other, and do not shorten others.
+                holder=terms.pin_holder or f"{seconds:g} s",
                 until=now + seconds,
                 share=terms.pin_share,
             )

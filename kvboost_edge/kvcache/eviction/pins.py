@@ -28,12 +28,12 @@ class _Pin(NamedTuple):
     Attributes:
         block_ids: full blocks of the prompt.
         owner: owner of the blocks once they are unpinned.
-        until: time at which the pin expires. None means never.
+        ends: time at which the pin expires for each of its holders. None means never.
     """
 
     block_ids: list[int]
     owner: bytes
-    until: float | None
+    ends: dict[str, float | None]
 
 
 class Pins:
@@ -41,7 +41,8 @@ class Pins:
 
     The pool holds one reference to each pinned block, no matter how many pins share it. A pinned
     block stays published, and a table that writes to it gets a copy. Pins are identified by root
-    and tokens, so callers can only see, renew or end pins of their own root.
+    and tokens, so callers can only see, renew or end pins of their own root. A pin has one or more
+    holders, such as a session, and lasts until the last of them ends it or expires.
 
     At most half of the pool can be pinned. The other half is for the tenants' floors. An owner may
     be limited to a share of the pinnable blocks. If the shares add up to at most 1, refusals depend
@@ -106,7 +107,7 @@ class Pins:
 
     @property
     def next_end(self) -> float | None:
-        """Time at which the next pin expires, or None if no pin expires."""
+        """Time at which a pin next expires for one of its holders, or None if none expires."""
         return self._soonest
 
     def num_owned(self, owner: bytes) -> int:
@@ -139,6 +140,7 @@ class Pins:
         root: bytes,
         *,
         owner: bytes = b"",
+        holder: str = "",
         until: float | None = None,
         share: float = 1.0,
     ) -> int:
@@ -148,8 +150,9 @@ class Pins:
             token_ids: the prompt.
             root: root hash of its chain.
             owner: owner of the pin.
-            until: time at which the pin expires, by the caller's clock. If the prompt is already
-                pinned, its expiry is replaced.
+            holder: name of the pin's holder, within the root.
+            until: time at which the pin expires for this holder, by the caller's clock. If the
+                holder has already pinned the prompt, its expiry is replaced.
             share: fraction of `max_blocks` available to the owner's pins, in (0, 1].
 
         Raises:
@@ -170,27 +173,41 @@ class Pins:
             raise CapacityError(self._refusal(len(added), share))
         if self.num_blocks + len(added) > self.max_blocks:
             raise CapacityError(self._refusal(len(added), share))
-        if match.serial not in self._pins:
+        pin = self._pins.get(match.serial)
+        if pin is None:
+            pin = self._pins[match.serial] = _Pin(match.block_ids, owner, {})
             for block_id in match.block_ids:
                 self._counts[block_id] = self._counts.get(block_id, 0) + 1
             for block_id in added:
                 self._pool.hold(block_id)
                 self._owners[block_id] = owner
-        self._pins[match.serial] = _Pin(match.block_ids, owner, until)
+        pin.ends[holder] = until
         self._find_soonest()
         return num_full
 
-    def end(self, token_ids: Sequence[int], root: bytes) -> int:
+    def end(self, token_ids: Sequence[int], root: bytes, holder: str | None = None) -> int:
         """End the pin of exactly this prompt, and return how many blocks were unpinned.
 
         Blocks that other pins share stay pinned. The result is 0 if the prompt is not pinned.
+
+        Args:
+            token_ids: the prompt.
+            root: root hash of its chain.
+            holder: holder that ends the pin, which then lasts for the others. None ends it for
+                all.
         """
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
-        if len(match.block_ids) < num_full or match.serial not in self._pins:
+        pin = self._pins.get(match.serial)
+        if len(match.block_ids) < num_full or pin is None:
             return 0
+        if holder is None:
+            pin.ends.clear()
+        else:
+            pin.ends.pop(holder, None)
         before = self.num_blocks
-        self._end(match.serial)
+        if not pin.ends:
+            self._end(match.serial)
         self._find_soonest()
         return before - self.num_blocks
 
@@ -200,12 +217,11 @@ class Pins:
             self._end_retained(now)
         if self._soonest is None or now < self._soonest:
             return
-        over = [
-            serial
-            for serial, pin in self._pins.items()
-            if pin.until is not None and pin.until <= now
-        ]
-        for serial in over:
+        for pin in self._pins.values():
+            for holder, until in list(pin.ends.items()):
+                if until is not None and until <= now:
+                    del pin.ends[holder]
+        for serial in [serial for serial, pin in self._pins.items() if not pin.ends]:
             self._end(serial)
         self._find_soonest()
 
@@ -291,9 +307,8 @@ class Pins:
         return 0 if entry is None else entry.serial
 
     def _find_soonest(self) -> None:
-        self._soonest = min(
-            (pin.until for pin in self._pins.values() if pin.until is not None), default=None
-        )
+        ends = (until for pin in self._pins.values() for until in pin.ends.values())
+        self._soonest = min((until for until in ends if until is not None), default=None)
 
     def _most(self, share: float) -> int:
         """Return the number of pinned blocks that a share of `max_blocks` allows."""

@@ -131,29 +131,34 @@ async def keep_session(
             if pinned and (before is None or not _same_pin(before.info, session.info)):
                 await release_session(request, cache_salt, session)
             raise
-        if before is not None and not _same_pin(before.info, info):
+        if before is not None and not (pinned and _same_pin(before.info, info)):
             await release_session(request, cache_salt, before)
     return KeptSession(info, results[0], pinned, run.tokenize_ms, run.cause)
 
 
 async def release_session(request: Request, cache_salt: str | None, session: Session) -> int:
-    """End the pin of a deleted or replaced session, unless another session shares it.
+    """End the pin of a deleted or replaced session.
 
     Returns:
-        The number of blocks that were unpinned.
+        The number of blocks that were unpinned, without those that something else pins.
     """
     server = server_of(request)
     tenant = tenant_of(request)
     served = server.models.find(session.info.model)
     if served is None or (state := served.state) is None:
         return 0  # unloading a model ends its pins
+    holder = _pin_holder(session.info.name)
+    return await looked_up(
+        state,
+        lambda: state.engine.unpin(
+            session.token_ids, tenant=tenant, cache_salt=cache_salt, holder=holder
+        ),
+    )
 
-    def unpin() -> int:
-        if state.sessions.shares_pin(tenant, cache_salt, session.info):
-            return 0
-        return state.engine.unpin(session.token_ids, tenant=tenant, cache_salt=cache_salt)
 
-    return await looked_up(state, unpin)
+def _pin_holder(name: str) -> str:
+    """Return the holder of a session's pins."""
+    return f"session {name}"
 
 
 def _same_pin(one: SessionInfo, other: SessionInfo) -> bool:
@@ -233,7 +238,7 @@ class _RenderedSession(EngineRequest):
         self._field = "messages" if is_body else "name"
         super().__init__(
             size=len(self._ids) if self._ids is not None else prefix_size(self._required_body),
-            terms=Terms(cache_salt=cache_salt, priority=priority),
+            terms=Terms(cache_salt=cache_salt, priority=priority, pin_holder=_pin_holder(name)),
         )
 
     @property

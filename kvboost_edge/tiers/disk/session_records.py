@@ -68,7 +68,7 @@ class SessionInfo:
         num_tokens: number of tokens of the conversation.
         kv_bytes: size of its full blocks that are shared, and recurrent state.
         record_bytes: size of the record; 0 before it is stored.
-        prefix: SHA-256 of the tokens in these blocks. Equal sessions share their pin.
+        prefix: SHA-256 of the tokens in these blocks, which identifies the pinned blocks.
         created: time when the session was first saved, in seconds since the epoch.
         expires: time when it ends.
         ttl: lifetime in seconds. Restoring a session starts it again.
@@ -297,13 +297,6 @@ class SessionStore:
             found = _header_of(self._read(owner, key, _HEADER_BYTES))
             self._unlink(owner, key)
         return found is not None and found[1].expires > self._clock()
-
-    def shares_pin(self, tenant: str | None, salt: str | None, info: SessionInfo) -> bool:
-        """Return whether another session has the same model and the same full blocks."""
-        return any(
-            (other.model, other.prefix) == (info.model, info.prefix) and other.name != info.name
-            for other in self.all(tenant, salt)
-        )
 
     def sweep(self) -> None:
         """Delete the expired records of all tenants."""

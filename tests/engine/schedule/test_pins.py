@@ -16,6 +16,7 @@ from helpers.engine.fake_runner import (
 )
 from helpers.raising import assert_raises
 from kvboost_edge.engine import core
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
 PROMPT = list(range(60, 100))  # two full blocks and a half
@@ -336,6 +337,15 @@ def test_prefix_pins_are_optional(clock):
         "a prefix shorter than a block must not be pinned"
     )
     assert bench.manager.pins.num_blocks == 1, "the pin of the second block must have expired"
+    for seconds in (60.0, 600.0, 30.0):
+        bench.submit(PROMPT, 2, terms={"pins": ((16, seconds),)})
+        bench.run()
+    clock[0] += 500
+    bench.ask([1], 1)
+    assert bench.manager.pins.num_blocks == 1, "a shorter pin must not end a longer one"
+    clock[0] += 100
+    bench.ask([1], 1)
+    assert bench.manager.pins.num_blocks == 0
     large = bench.submit([7] * 160, 2, terms={"pins": ((160, 60.0), (32, 60.0))})
     bench.run()
     assert (large.result(0).finish_reason, large.pinned_tokens) == ("length", 32), (
@@ -344,3 +354,20 @@ def test_prefix_pins_are_optional(clock):
     clock[0] += 60
     bench.ask([1], 1)
     assert bench.manager.pins.num_blocks == 0
+
+
+def test_a_holder_shortens_and_ends_its_own_pin_only(engine):
+    def pins(seconds, holder):
+        terms = Terms(pins=((len(PROMPT), seconds),), pin_holder=holder)
+        engine.submit(PROMPT, max_new_tokens=1, terms=terms).result(30)
+
+    pins(600.0, "one")
+    engine.pin(PROMPT)
+    assert engine.unpin(PROMPT, holder="one") == 0
+    assert engine.paged_stats()["pinned_blocks"] == 2
+    pins(600.0, "one")
+    assert engine.unpin(PROMPT, holder="") == 0
+    pins(0.01, "one")  # replaces the ten minutes
+    give_up = time.monotonic() + 30
+    while engine.paged_stats()["pinned_blocks"]:
+        assert time.monotonic() < give_up

@@ -68,6 +68,36 @@ def test_pins_expire_and_repinning_renews_them():
     manager.check_invariants([])
 
 
+def test_a_pin_lasts_to_the_latest_end_of_its_holders():
+    manager = warmed(12, [1] * 8)
+    pins = manager.pins
+    pins.add([1] * 8, ROOT, holder="long", until=20.0)
+    pins.add([1] * 8, ROOT, holder="short", until=5.0)
+    assert (pins.next_end, len(pins), pins.num_blocks) == (5.0, 1, 2)
+    pins.expire(5.0)
+    assert (pins.next_end, pins.num_blocks) == (20.0, 2)
+    pins.add([1] * 8, ROOT, holder="long", until=9.0)  # the holder's own end is replaced
+    pins.expire(9.0)
+    assert (pins.next_end, pins.num_blocks) == (None, 0)
+    manager.check_invariants([])
+
+
+def test_a_holder_ends_a_pin_for_itself_alone():
+    manager = warmed(12, [1] * 8)
+    pins = manager.pins
+    for holder in ("", "one", "two"):
+        pins.add([1] * 8, ROOT, holder=holder)
+    assert [pins.end([1] * 8, ROOT, one) for one in ("two", "two", "unknown")] == [0, 0, 0]
+    assert pins.end([1] * 8, ROOT, "") == 0
+    assert pins.num_blocks == 2
+    assert pins.end([1] * 8, ROOT, "one") == 2
+    for holder in ("", "one"):
+        pins.add([1] * 8, ROOT, holder=holder, until=5.0)
+    assert pins.end([1] * 8, ROOT) == 2, "without a holder, the pin must end for all"
+    assert pins.next_end is None
+    manager.check_invariants([])
+
+
 def test_blocks_of_two_pins_stay_until_both_end():
     one = [1] * 8 + [2] * 4
     two = [1] * 8 + [3] * 4

@@ -4,6 +4,7 @@ Saved prefixes survive eviction and a restart, each API key has its own names an
 llama.cpp's slot actions save and restore sessions too.
 """
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -124,6 +125,31 @@ async def test_saving_a_longer_session_replaces_its_pin(tiny_app, tiny_engine):
     assert first.json()["blocks_unpinned"] == 0  # the other session has the same prefix
     assert tiny_engine.paged_stats()["pinned_blocks"] == 6
     assert (await tiny_app.delete("/v1/sessions/the%20same")).json()["blocks_unpinned"] == 6
+
+
+async def test_a_session_neither_shortens_nor_ends_other_pins_of_its_text(tiny_app, tiny_engine):
+    text = "A document that has to stay, whatever else comes. " * 3
+    ids = tiny_engine.tokenizer.encode(text)
+    blocks = len(ids) // tiny_engine.config.block_size
+
+    async def delete(name):
+        return (await tiny_app.delete(f"/v1/sessions/{name}")).json()["blocks_unpinned"]
+
+    def expire(seconds):
+        with tiny_engine._core.reading():
+            tiny_engine._parts.manager.pins.expire(time.monotonic() + seconds)
+        return tiny_engine.paged_stats()["pinned_blocks"]
+
+    assert (await tiny_app.post("/v1/warm", json={"text": text, "pin": True})).is_success
+    for body in ({"name": "long"}, {"name": "short", "ttl": 60}):
+        assert (await tiny_app.post("/v1/sessions", json={**body, "tokens": ids})).is_success
+    assert await delete("short") == await delete("long") == 0
+    assert expire(1e6) == blocks, "the pin of the text has no ttl"
+    assert (await tiny_app.post("/v1/unpin", json={"text": text})).is_success
+    for body in ({"name": "long"}, {"name": "short", "ttl": 60}):
+        assert (await tiny_app.post("/v1/sessions", json={**body, "tokens": ids})).is_success
+    assert expire(61) == blocks, "the longer session still pins the text"
+    assert (await delete("short"), await delete("long")) == (0, blocks)
 
 
 async def test_session_names_and_limits_are_per_key(tiny_engine):

@@ -2,7 +2,6 @@
 harm.
 """
 
-import dataclasses
 import os
 
 import pytest
@@ -118,19 +117,6 @@ def test_sessions_expire_and_keep_their_creation_time(directory):
     assert store.usage("t") == (0, 0)
     if directory is not None:
         assert [path for path in directory.rglob("*") if path.is_file()] == []
-
-
-def test_equal_full_blocks_share_a_pin(directory):
-    store = SessionStore(directory, clock=Clock())
-    one = store.put("t", None, made("one", IDS[:35]))
-    assert not store.shares_pin("t", None, one)
-    store.put("t", None, made("two", IDS[:33]))
-    assert store.shares_pin("t", None, one)
-    store.put("t", None, made("two", [9] * 35))
-    assert not store.shares_pin("t", None, one)
-    other = dataclasses.replace(made("two", IDS[:33]).info, model="another")
-    store.put("t", None, Session(other, IDS[:33], {}))
-    assert not store.shares_pin("t", None, one)
 
 
 def test_sessions_are_shared_between_processes(tmp_path):

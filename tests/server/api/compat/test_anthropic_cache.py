@@ -33,8 +33,9 @@ def pinned(engine):
 
 def ends(engine):
     """Return the seconds until each pin expires, in ascending order."""
+    pins = engine._parts.manager.pins._pins.values()
     return sorted(
-        round(pin.until - time.monotonic(), -2) for pin in engine._parts.manager.pins._pins.values()
+        round(until - time.monotonic(), -2) for pin in pins for until in pin.ends.values()
     )
 
 
