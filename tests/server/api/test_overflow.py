@@ -118,6 +118,41 @@ async def test_messages_reserves_no_more_than_an_eighth_of_the_context(engine, m
     assert dropped[-1] > 0
 
 
+@pytest.mark.parametrize("default", ["error", "drop_oldest"])
+@pytest.mark.parametrize("truncate", [True, False, None])
+async def test_ollamas_truncate_overrides_the_default_of_the_server(engine, default, truncate):
+    turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}] * 9
+    asked = {
+        "model": "fake",
+        "messages": [SYSTEM, *turns, {"role": "user", "content": "z"}],
+        "options": {"temperature": 0, "num_predict": 20},
+        "stream": False,
+        "truncate": truncate,
+        "shift": truncate,
+    }
+    async with app_of(engine, context_overflow=default) as client:
+        answer = await client.post("/api/chat", json=asked)
+        short = await client.post("/api/chat", json={**asked, "messages": turns[:1]})
+    assert short.json()["kvboost"]["dropped_messages"] == 0
+    if default == "drop_oldest" if truncate is None else truncate:
+        assert answer.json()["kvboost"]["dropped_messages"] > 0
+    else:
+        assert (answer.status_code, str(CONTEXT) in answer.json()["error"]) == (400, True)
+
+
+async def test_truncate_has_no_effect_on_a_prompt_without_turns(engine):
+    asked = {"model": "fake", "stream": False, "options": {"num_predict": 4, "temperature": 0}}
+    async with app_of(engine) as client:
+        for raw, length in itertools.product((True, False), (20, CONTEXT)):
+            body = {**asked, "raw": raw, "prompt": "x" * length}
+            plain, truncated = [
+                await client.post("/api/generate", json={**body, "truncate": truncate})
+                for truncate in (None, True)
+            ]
+            assert truncated.status_code == plain.status_code == (200 if length == 20 else 400)
+            assert truncated.json().get("response") == plain.json().get("response")
+
+
 def test_cached_token_counts_do_not_keep_the_tokenizer_alive(engine):
     tokenizer = copy.copy(engine.tokenizer)
     assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1

@@ -193,6 +193,21 @@ class _Generating(Strict):
         ),
     )
 
+    truncate: bool | None = Field(
+        None,
+        description=(
+            "Handling of a chat that exceeds the context, in place of the server's "
+            "`--context-overflow`. true: leave out the oldest turns. false: return an error."
+        ),
+    )
+    shift: bool | None = Field(
+        None,
+        description=(
+            "No effect. The context is never shifted; an answer that fills it has the done_reason "
+            '"length".'
+        ),
+    )
+
     @property
     def streams(self) -> bool:
         return self.stream is not False

@@ -89,7 +89,7 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
                 name, f"{name} needs the model's chat template; leave out {name}, or raw"
             )
     shared = _shared(body)
-    for name in ("chat_template_kwargs", "reasoning_effort", "reasoning_budget"):
+    for name in ("chat_template_kwargs", "reasoning_effort", "reasoning_budget", "kvboost"):
         del shared[name]
     return completion_request(prompt=body.prompt, **shared)
 
@@ -118,6 +118,9 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
         "max_tokens": None if limit is None or limit <= 0 else limit,
         "json_schema": body.format,
         "stream": body.streams,
+        "kvboost": None
+        if body.truncate is None
+        else {"context_overflow": "drop_oldest" if body.truncate else "error"},
         **_thinking(body.think),
     }
 
