@@ -215,11 +215,12 @@ def check_process(
     levers.append("max_batch_tokens")
     if pool and max(config.kv_bits) > 4:
         levers.append("kv_cache_bits (--kv-cache-bits)")
-    more = f" ({gb(packing)} to pack the weights, once)" if least > needed else ""
+    packed = f", and {gb(least)} while it packs the weights for the first time"
+    peak = packed if least > needed else ""
     weights = _smaller_weights(info.weight_bytes, needed - allowed, formats())
     raise CapacityError(
         f"max_memory={gb(allowed)} is less than the process needs: {' + '.join(parts)} = "
-        f"{gb(needed)}; give at least {_mb_up(least)}{more}, {weights}or lower {', '.join(levers)}"
+        f"{gb(needed)}{peak}; give at least {_mb_up(least)}, {weights}or lower {', '.join(levers)}"
     )
 
 

@@ -183,7 +183,9 @@ def test_packing_memory_counts_in_the_bound(overhead, tmp_path, monkeypatch):
     ) as caught:
         CPUPagedEngine.from_pretrained(DEMO, **options)
     with pytest.raises(
-        CapacityError, match=r"give at least \d+MB \(.* to pack the weights, once\)"
+        CapacityError,
+        match=r" = 0\.\d+ GB, and 0\.\d+ GB while it packs the weights for the first time; give at "
+        r"least \d+MB, ",
     ):
         CPUPagedEngine.from_pretrained(DEMO, max_memory="1MB", max_model_len=64)
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
