@@ -44,8 +44,8 @@ class RenderedCompletion(RenderedRequest):
         Args:
             state: the model.
             body: the request body.
-            fills: whether the answer may fill the context if max_tokens is missing, and be empty
-                if it is 0.
+            fills: whether the answer may fill the context if max_tokens is missing or exceeds it,
+                and be empty if it is 0.
         """
         body.check_together()
         if body.max_tokens == 0 and not (body.echo or fills):
@@ -54,6 +54,7 @@ class RenderedCompletion(RenderedRequest):
             body = body.model_copy(update=missing)
         body.check_vocabulary(state.engine.runner_info.vocab_size)
         self.body = body
+        self._fills = fills
         self._limit = (
             _DEFAULT_MAX_TOKENS if body.max_tokens is None and not fills else body.max_tokens
         )
@@ -83,7 +84,14 @@ class RenderedCompletion(RenderedRequest):
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
         body = self.body
-        room = room_for(self.state, len(prompt.token_ids), "prompt", self._limit, "max_tokens")
+        room = room_for(
+            self.state,
+            len(prompt.token_ids),
+            "prompt",
+            self._limit,
+            "max_tokens",
+            fills=self._fills,
+        )
         if self._limit is None and body.logprobs is not None:
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
         logprobs = 0 if self._is_ranked and body.logprobs is None else body.logprobs

@@ -427,7 +427,7 @@ REFUSED: dict[str, list[Any]] = {
         *_PROGRESS,
         *several("prompt", "", [], [True], [10**6], ["a", -1], ["a", [1]]),
         ({"prompt": "x" * 9000}, "the model's context"),
-        *several("n_predict", -3, 10**6),
+        *several("n_predict", -3, 2**24 + 1),
         *several("n_probs", 3),
         *several("mirostat", 1, 3),
         *several("samplers", ["tfs_z"], "z"),

@@ -43,6 +43,31 @@ async def test_stop_type_and_stopping_word_name_the_end(app, speaker):
         assert (answer["stop_type"], answer["stopping_word"]) == ended
 
 
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
+async def test_an_answer_whose_n_predict_exceeds_the_context_fills_it(
+    app, speaker, spoken_engine, monkeypatch, path
+):
+    monkeypatch.setattr(translate, "_INFILL", (("P", "S", "M"),))
+    speaker.openings = ("M",)
+    speaker.text = "x" * 9000
+    context = spoken_engine.runner_info.max_context
+
+    async def answer(size):
+        prompts = {
+            "/completion": {"prompt": "y" * (size - 1) + "M"},
+            "/infill": {"input_prefix": "y" * (size - 3), "input_suffix": ""},
+        }
+        return await app.post(path, json={**prompts[path], "n_predict": 4096, "temperature": 0})
+
+    full = (await answer(context - 10)).json()
+    counted = (full["tokens_evaluated"], full["tokens_predicted"], full["stop_type"])
+    assert counted == (context - 10, 10, "limit")
+    assert full["content"] == "x" * 10
+    refused = await answer(context)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400)
+    assert f"has {context} tokens" in refused.json()["error"]["message"]
+
+
 async def test_a_prompt_may_mix_token_ids_and_texts(app, speaker):
     ids = (await app.post("/tokenize", json={"content": TURN})).json()["tokens"]
     assert len(ids) == len(TURN)

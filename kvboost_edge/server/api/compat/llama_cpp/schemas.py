@@ -120,7 +120,7 @@ ResponseFields = Annotated[
 class _Sampling(SpeculativeFields, SamplerFields):
     """llama.cpp's sampling fields.
 
-    `n_predict` -1 and -2 let the answer fill the context.
+    `n_predict` -1 and -2, and values that exceed the context, let the answer fill the context.
     """
 
     unsupported = _UNSUPPORTED
@@ -186,7 +186,7 @@ class _Sampling(SpeculativeFields, SamplerFields):
 class LlamaCompletion(_Sampling):
     """Body of /completion: a prompt to continue, in llama.cpp's format.
 
-    `n_predict` -1 and -2 let the answer fill the context.
+    `n_predict` -1 and -2, and values that exceed the context, let the answer fill the context.
     """
 
     prompt: Prompt
