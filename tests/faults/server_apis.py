@@ -203,6 +203,20 @@ _OPENAI = (
         "self.kept.peek(tenant, at)",
         "tests/server/work/test_stored_responses.py::test_bytes_are_bounded_with_lru_eviction",
     ),
+    fault(
+        "takes an item from the turn that was used first",
+        "server/work/stored_responses.py",
+        "in reversed(self.kept.values(tenant) if missing else []):",
+        "in self.kept.values(tenant) if missing else []:",
+        "tests/server/work/test_stored_responses.py::test_items_are_found_in_the_turns_used_last",
+    ),
+    fault(
+        "stores references to items instead of the items",
+        "server/api/routes/responses.py",
+        "answer, json.dumps(sent).encode(), body.previous_response_id, ids",
+        "answer, json.dumps(body.input).encode(), body.previous_response_id, ids",
+        f"{_RESPONSES}::test_references_stand_for_stored_items",
+    ),
     # Embeddings and reranking.
     fault(
         "encodes base64 vectors in big-endian order",

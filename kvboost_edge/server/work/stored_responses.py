@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from kvboost_edge.host.tenant_lru import TenantLRU
@@ -14,6 +14,7 @@ _BYTES = 64 << 20  # bytes, for all tenants together
 _ENTRIES = 4096
 _SECONDS = 24 * 3600.0
 _OVERHEAD = 512  # bytes of an entry in addition to its texts
+_ID_BYTES = 200  # of an item's id
 
 
 class StoredResponse(NamedTuple):
@@ -23,16 +24,18 @@ class StoredResponse(NamedTuple):
         answer: the response.
         sent: input items, as a list.
         previous: id of the previous turn.
+        items: ids of the input and output items.
     """
 
     answer: bytes
     sent: bytes
     previous: str | None
+    items: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return len(self.answer) + len(self.sent) + _OVERHEAD
+        return len(self.answer) + len(self.sent) + _ID_BYTES * len(self.items) + _OVERHEAD
 
 
 class ResponseStore:
@@ -90,6 +93,22 @@ class ResponseStore:
             found.append(turn)
             at = turn.previous
         return found[::-1]
+
+    def holding(self, tenant: str | None, items: Collection[str]) -> list[StoredResponse]:
+        """Return turns that together hold items with these ids, most recently used first.
+
+        Raises:
+            KeyError: an item is not stored; the error's argument is its id.
+        """
+        missing = set(items)
+        found: list[StoredResponse] = []
+        for turn in reversed(self.kept.values(tenant) if missing else []):
+            if not missing.isdisjoint(turn.items):
+                found.append(turn)
+                missing -= turn.items
+        if missing:
+            raise KeyError(next(one for one in items if one in missing))
+        return found
 
     def find(self, tenant: str | None, name: str) -> StoredResponse | None:
         """Return the tenant's turn with this id, or None."""

@@ -1,5 +1,7 @@
 """Tests of stored turns: bounded in bytes, entries and time, and separate for each tenant."""
 
+import sys
+
 import pytest
 
 from kvboost_edge.server.work.stored_responses import ResponseStore, StoredResponse
@@ -71,3 +73,30 @@ def test_a_conversation_is_its_turns_in_order():
         remembered.conversation(None, "c")
     with pytest.raises(KeyError, match="x"):
         remembered.conversation(None, "x")
+
+
+def test_items_are_found_in_the_turns_used_last():
+    remembered = ResponseStore(2)
+    turns = {
+        name: StoredResponse(name.encode(), b"", None, frozenset(items))
+        for name, items in (("a", "12"), ("b", "23"), ("c", "4"))
+    }
+    for name, one in turns.items():
+        remembered.keep("one", name, one)
+    assert remembered.holding("one", "3") == [turns["b"]]
+    assert remembered.holding("one", "21") == [turns["b"], turns["a"]]
+    remembered.find("one", "a")  # this does not count as use
+    assert remembered.holding("one", "24") == [turns["c"], turns["b"]]
+    remembered.conversation("one", "a")
+    assert remembered.holding("one", "2") == [turns["a"]]
+    assert remembered.holding("one", "") == []
+    for tenant, items, missing in (("one", "425", "5"), ("two", "1", "1"), (None, "1", "1")):
+        with pytest.raises(KeyError, match=missing):
+            remembered.holding(tenant, items)
+
+
+def test_ids_of_items_count_as_bytes():
+    ids = frozenset(f"msg_{number:048x}" for number in range(1000))
+    used = sys.getsizeof(ids) + sum(map(sys.getsizeof, ids))
+    size = StoredResponse(b"", b"", None, ids).size - StoredResponse(b"", b"", None).size
+    assert used <= size <= 2 * used

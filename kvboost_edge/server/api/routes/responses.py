@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -14,11 +15,13 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat_requests import RenderedChat
 from kvboost_edge.server.api.checks import respond_when_loaded
+from kvboost_edge.server.api.compat.responses.items import references
 from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.compat.responses.translate import FIELDS, to_chat
 from kvboost_edge.server.api.compat.responses.writer import ResponsesWriter
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.api_errors import ApiError
@@ -36,6 +39,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 # (name, JSON data) of an event
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
+Json = dict[str, Any]
 _LONG = 1 << 14  # characters or bytes that translate in a fraction of a millisecond
 ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 
@@ -56,18 +60,20 @@ async def create(request: Request, body: ResponseRequest) -> Response:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         tenant = tenant_of(request)
         turns = _conversation(state, tenant, body.previous_response_id)
+        holders = _holders(state, tenant, body.input)
         with renamed(FIELDS):
-            size = body.size + sum(turn.size for turn in turns)
-            short = size < _LONG
-            chat = (
-                to_chat(body, _items(turns))
-                if short
-                else await off_loop(lambda: to_chat(body, _items(turns)), size)
-            )
 
-            def keep(name: str, answer: bytes) -> bool:
+            def read() -> tuple[list[Json], ChatRequest]:
+                sent = _resolved(body.input, holders)
+                return sent, to_chat(body, [*_items(turns), *sent])
+
+            size = body.size + sum(turn.size for turn in (*turns, *holders))
+            sent, chat = read() if size < _LONG else await off_loop(read, size)
+
+            def keep(name: str, answer: bytes, items: Sequence[Json]) -> bool:
+                ids = frozenset(item["id"] for item in (*sent, *items))
                 turn = StoredResponse(
-                    answer, json.dumps(body.input).encode(), body.previous_response_id
+                    answer, json.dumps(sent).encode(), body.previous_response_id, ids
                 )
                 return state.remembered.keep(tenant, name, turn)
 
@@ -160,17 +166,45 @@ def _conversation(state: ModelState, tenant: str | None, name: str | None) -> li
         ) from None
 
 
-def _items(turns: list[StoredResponse]) -> list[dict[str, Any]]:
+def _holders(state: ModelState, tenant: str | None, items: Sequence[Json]) -> list[StoredResponse]:
+    """Return the stored turns that hold the items which a request refers to.
+
+    Raises:
+        ApiError: an item is not stored (404).
+    """
+    try:
+        return state.remembered.holding(tenant, references(items))
+    except KeyError as error:
+        message = (
+            f"the item {str(error.args[0])[:80]!r} is not stored here: its response was created "
+            "with store=false or another key, deleted, or evicted; send the item itself"
+        )
+        raise ApiError(404, message, code="item_not_found", param="input") from None
+
+
+def _resolved(items: Sequence[Json], holders: Sequence[StoredResponse]) -> list[Json]:
+    """Replace references by the items of the turns that hold them."""
+    stored: dict[str, Json] = {}
+    for turn in reversed(holders):
+        stored |= {item["id"]: item for item in _items_of(turn)}
+    return [stored[item["id"]] if item["type"] == "item_reference" else item for item in items]
+
+
+def _items_of(turn: StoredResponse) -> list[Json]:
+    """Return the input and output items of a turn."""
+    return [*json.loads(turn.sent), *json.loads(turn.answer)["output"]]
+
+
+def _items(turns: list[StoredResponse]) -> list[Json]:
     """Return the items of all turns in order.
 
     Raises:
         ApiError: there are too many items (400).
     """
     # No context holds this many items, and reading more would delay other requests.
-    items: list[dict[str, Any]] = []
+    items: list[Json] = []
     for turn in turns:
-        items += json.loads(turn.sent)
-        items += json.loads(turn.answer)["output"]
+        items += _items_of(turn)
         if len(items) > COUNTS["continued"].high:
             message = (
                 f"the conversation has more than {COUNTS['continued'].high} items; begin a new one"

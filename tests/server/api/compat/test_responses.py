@@ -5,7 +5,7 @@ request recorded from Codex.
 import json
 from pathlib import Path
 
-from helpers.server.compat_apis import APIS
+from helpers.server.compat_apis import APIS, lasting
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
 from kvboost_edge.server.work.stored_responses import StoredResponse
 
@@ -72,6 +72,45 @@ async def test_previous_response_id_continues_a_conversation(app, speaker):
     assert without["usage"]["input_tokens"] < second["usage"]["input_tokens"]
 
 
+async def test_references_stand_for_stored_items(app, speaker):
+    """The Vercel AI SDK refers to each item of an earlier response by its id."""
+    calls = [("weather", {"city": "Bonn"})]
+    speaker.text = FORMATS["hermes"].turn(thought="Rain?", text="Let me look.", calls=calls)
+    known = {"tools": FUNCTIONS, "chat_template_kwargs": {"enable_thinking": True}}
+    first = await ask(app, store=True, **known)
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    output = {"type": "function_call_output", "output": "Rain."}
+    result = {**output, "call_id": first["output"][-1]["call_id"]}
+    reference = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+    del reference[0]["type"]  # it is optional
+    speaker.text = "It rains."
+    app.engine.reset_cache()
+    second = await ask(app, input=[*ASK, *reference, result], store=True, **known)
+    app.engine.reset_cache()
+    whole = await ask(app, input=[*ASK, *first["output"], result], **known)
+    assert lasting(second["usage"]) == lasting(whole["usage"])
+    path = f"{PATH}/{second['id']}/input_items"
+    listed = (await app.get(path, params={"order": "asc"})).json()["data"]
+    assert listed[1:4] == first["output"]
+    # The items are part of the second response too.
+    await app.delete(f"{PATH}/{first['id']}")
+    said = {"type": "item_reference", "id": second["output"][0]["id"]}
+    third = [*ASK, *reference, result, said, {"role": "user", "content": "Thanks."}]
+    assert (await ask(app, input=third, **known))["status"] == "completed"
+    await app.delete(f"{PATH}/{second['id']}")
+    gone = await app.post(PATH, json={"input": third, **known})
+    error = gone.json()["error"]
+    assert (gone.status_code, error["code"], error["param"]) == (404, "item_not_found", "input")
+    assert reference[0]["id"] in error["message"]
+
+
+async def test_an_item_cannot_be_referred_to_twice(app, speaker):
+    first = await ask(app, store=True)
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    twice = await app.post(PATH, json={"input": [*ASK, reference, reference]})
+    assert (twice.status_code, reference["id"] in twice.json()["error"]["message"]) == (400, True)
+
+
 async def test_a_streamed_response_is_stored(app, speaker):
     streamed = await API.ask(app, {**API.body(), "store": None}, streams=True)
     found = (await app.get(f"{PATH}/{streamed['id']}")).json()
@@ -118,14 +157,18 @@ async def test_store_false_stores_nothing(app, speaker):
 
 
 async def test_a_response_is_visible_to_its_own_key_only(keyed_app, speaker):
-    mine = (await keyed_app.post(PATH, json={"input": "x"}, headers=FIRST)).json()["id"]
+    answer = (await keyed_app.post(PATH, json={"input": "x"}, headers=FIRST)).json()
+    mine, said = answer["id"], answer["output"][0]["id"]
     for headers, status in ((SECOND, 404), (FIRST, 200)):
         assert (await keyed_app.get(f"{PATH}/{mine}", headers=headers)).status_code == status
         assert (
             await keyed_app.get(f"{PATH}/{mine}/input_items", headers=headers)
         ).status_code == status
-        body = {"input": "y", "previous_response_id": mine}
-        assert (await keyed_app.post(PATH, json=body, headers=headers)).status_code == status
+        for body in (
+            {"input": "y", "previous_response_id": mine},
+            {"input": [*ASK, {"type": "item_reference", "id": said}]},
+        ):
+            assert (await keyed_app.post(PATH, json=body, headers=headers)).status_code == status
     assert (await keyed_app.delete(f"{PATH}/{mine}", headers=SECOND)).status_code == 404
     assert (await keyed_app.get(f"{PATH}/{mine}")).status_code == 401
 

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API: messages, tool calls, tool results and reasoning.
+"""Items of OpenAI's Responses API: messages, tool calls, tool results, reasoning and references.
 
 Only the structure of items is checked here. The translation to chat messages checks how they
 relate.
@@ -7,6 +7,7 @@ relate.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from kvboost_edge.server.api.schemas.strict import field_error
 from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES
 
-__all__ = ["Items", "new_id", "size_of_items", "text_of"]
+__all__ = ["Items", "new_id", "references", "size_of_items", "text_of"]
 
 Json = dict[str, Any]
 
@@ -56,6 +57,11 @@ def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
     )
 
 
+def references(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the ids of the stored items that validated items refer to."""
+    return [item["id"] for item in items if item["type"] == "item_reference"]
+
+
 def _items(value: Any) -> list[Json]:
     """Convert a text or a list of items to complete items with id and type.
 
@@ -66,14 +72,22 @@ def _items(value: Any) -> list[Json]:
     count = COUNTS["messages"]
     if not isinstance(value, list) or not count.low <= len(value) <= count.high:
         raise field_error("items", f"must be a string, or a list of {count.describe()} items")
-    return [_item(item, number) for number, item in enumerate(value)]
+    items = [_item(item, number) for number, item in enumerate(value)]
+    named = Counter(references(items))
+    if twice := next((name for name in named if named[name] > 1), None):
+        raise field_error(
+            "items", f"refers to the item {twice[:64]!r} twice; remove one of the references"
+        )
+    return items
 
 
 def _item(value: Any, number: int) -> Json:
     where = f"item {number}"
     if not isinstance(value, dict):
         raise field_error("items", f"{where} must be an object")
-    kind = value.get("type", "message")
+    kind = value.get("type")
+    if kind is None:
+        kind = "item_reference" if "id" in value and value.keys() <= {"id", "type"} else "message"
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise field_error("not_built", f"{where} has an unsupported type; supported: {known}")
@@ -149,6 +163,11 @@ def _reasoning(item: Json, where: str) -> Json:
     return {**whole, **parts, "content": _parts(content, where, _THOUGHT, least=0)}
 
 
+def _reference(item: Json, where: str) -> Json:
+    name = _text(item.get("id"), f"{where}: id", "tool_call_id")
+    return {"id": name, "type": "item_reference"}
+
+
 def _parts(value: Any, where: str, kinds: Sequence[str], least: int = 1) -> list[Json]:
     most = int(COUNTS["parts"].high)
     if not isinstance(value, list) or not least <= len(value) <= most:
@@ -192,6 +211,7 @@ _KINDS: Mapping[str, tuple[set[str], Callable[[Json, str], Json]]] = {
     "function_call": ({"call_id", "name", "namespace", "arguments"}, _call),
     "function_call_output": ({"call_id", "output"}, _result),
     "reasoning": ({"summary", "content", "encrypted_content"}, _reasoning),
+    "item_reference": (set(), _reference),
 }
 
 
@@ -249,6 +269,7 @@ _SCHEMAS = [
         content=_list_of_parts(_THOUGHT, 0),
         **_COMMON,
     ),
+    _object({"id": _length("tool_call_id")}, type={"const": "item_reference"}),
 ]
 _LIST = {
     "type": "array",

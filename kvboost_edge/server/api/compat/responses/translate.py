@@ -53,19 +53,19 @@ _SAME = (
 )
 
 
-def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
+def to_chat(body: ResponseRequest, items: Sequence[Json]) -> ChatRequest:
     """Convert a body to a chat request.
 
     Args:
         body: the request body.
-        before: earlier items of the conversation.
+        items: items of the whole conversation, without references.
 
     Raises:
         ApiError: a field is invalid (400).
     """
     return chat_request(
         **{name: getattr(body, name) for name in _SAME},
-        messages=messages_of(body.instructions, [*before, *body.input]),
+        messages=messages_of(body.instructions, items),
         max_completion_tokens=body.max_output_tokens,
         tools=[as_tool(tool) for tool in body.tools or ()] or None,
         tool_choice=_choice(body),

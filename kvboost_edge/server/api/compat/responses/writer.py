@@ -30,7 +30,7 @@ from kvboost_edge.text.turns.turn_parts import (
 __all__ = ["ResponsesWriter"]
 
 Json = dict[str, Any]
-Keep = Callable[[str, bytes], bool]
+Keep = Callable[[str, bytes, Sequence[Json]], bool]
 
 
 class ResponsesWriter(TurnWriter):
@@ -48,8 +48,9 @@ class ResponsesWriter(TurnWriter):
         Args:
             state: the model.
             body: the request body.
-            keep: function that stores the JSON of a finished response under its id, and returns
-                False if the response is too large; None to store nothing.
+            keep: function that stores the JSON of a finished response under its id, given its
+                output items, and returns False if the response is too large; None to store
+                nothing.
             stop: stop strings of the model.
         """
         super().__init__(state, stop)
@@ -142,7 +143,9 @@ class ResponsesWriter(TurnWriter):
             **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause),
         }
         whole = dumps_long(self._response)
-        if self._keep is not None and not self._keep(self._response["id"], whole):
+        if self._keep is not None and not self._keep(
+            self._response["id"], whole, self._output.items
+        ):
             self._response["store"] = False
             whole = dumps_long(self._response)
         return whole
