@@ -35,6 +35,7 @@ __all__ = [
     "ModelState",
     "Shared",
     "keep_state",
+    "load_seconds_of",
     "model_of",
     "state_of",
     "tenant_of",
@@ -185,6 +186,12 @@ def state_of(request: Request) -> ModelState:
     """Return the state of the model that a request uses, see `Models.lease`."""
     state: ModelState = request.scope["kvboost"][MODEL_FACT]
     return state
+
+
+def load_seconds_of(request: Request) -> float:
+    """Return the seconds that a request waited until its model was loaded."""
+    seconds: float = request.scope["kvboost"].get("load_wait_seconds", 0.0)
+    return seconds
 
 
 def tenant_of(request: Request) -> str | None:

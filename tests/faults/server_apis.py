@@ -339,6 +339,14 @@ _COMPAT_APIS = (
         "BeforeValidator(lambda value: value)",
         f"{_OLLAMA_CLI}::test_models_are_created_copied_listed_stopped_and_deleted",
     ),
+    fault(
+        "Ollama: leaves the loading of the model out of total_duration",
+        "server/api/compat/ollama/writer.py",
+        '_nanoseconds(self._load_ms + spent["kvboost"]["total_ms"])',
+        '_nanoseconds(spent["kvboost"]["total_ms"])',
+        "tests/server/models/test_dialects.py::"
+        "test_ollamas_durations_include_the_wait_for_the_model",
+    ),
     # llama.cpp.
     fault(
         "llama.cpp: reports a stop string as the end token",

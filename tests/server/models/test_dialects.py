@@ -2,6 +2,8 @@
 how long it stays loaded.
 """
 
+import json
+
 import pytest
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked
@@ -101,6 +103,21 @@ def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):
     assert unloaded.kv.models.find("b").phase == "not_loaded", (
         "the model must not be loaded in order to unload it"
     )
+
+
+@pytest.mark.parametrize(("path", "stream"), [("/api/chat", False), ("/api/generate", True)])
+def test_ollamas_durations_include_the_wait_for_the_model(unloaded, path, stream):
+    body = asked(path, "Hello", model="b", stream=stream)
+    with unloaded.client() as client:
+        first, second = [
+            json.loads(client.post(path, json=body).text.splitlines()[-1]) for _ in range(2)
+        ]
+    nanoseconds = unloaded.kv.models.find("b").load_seconds * 1e9
+    assert first["load_duration"] >= nanoseconds - 1e6 > 0
+    assert second["load_duration"] == 0
+    for one in (first, second):
+        parts = [one[f"{name}_duration"] for name in ("load", "prompt_eval", "eval")]
+        assert one["total_duration"] >= sum(parts)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
-from kvboost_edge.server.state import ModelState, tenant_of
+from kvboost_edge.server.state import ModelState, load_seconds_of, tenant_of
 from kvboost_edge.server.work.bridge import Answer, off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
@@ -97,8 +97,7 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
                 return
             completion = prompt_of(body)
             rendered = RenderedCompletion(state, completion, fills=True)
-            writer = OllamaWriter(state, body.model, rendered.body.stop or (), chat=False)
-            await respond(request, send, rendered, writer)
+            await respond(request, send, rendered, _writer(request, rendered, body.model))
 
     return _answered(request, body, work, asks=bool(body.prompt))
 
@@ -208,8 +207,7 @@ async def _chat(
 ) -> None:
     try:
         rendered = RenderedChat(state, body)
-        writer = OllamaWriter(state, name, rendered.body.stop or (), chat=chat)
-        await respond(request, send, rendered, writer)
+        await respond(request, send, rendered, _writer(request, rendered, name, chat=chat))
     except RequestError as error:
         named_error = named_by_field(error, body)
         if (
@@ -219,3 +217,15 @@ async def _chat(
         ):
             raise bad_field("format", f"format: {error}") from error
         raise named_error from error
+
+
+def _writer(
+    request: Request, rendered: RenderedChat | RenderedCompletion, name: str, *, chat: bool = False
+) -> OllamaWriter:
+    return OllamaWriter(
+        rendered.state,
+        name,
+        rendered.body.stop or (),
+        chat=chat,
+        load_seconds=load_seconds_of(request),
+    )

@@ -44,7 +44,15 @@ def loaded(name: str, *, stays: bool, chat: bool) -> Json:
 class OllamaWriter(TurnWriter):
     """`AnswerWriter` for /api/chat and /api/generate."""
 
-    def __init__(self, state: ModelState, name: str, stop: Sequence[str], *, chat: bool) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        name: str,
+        stop: Sequence[str],
+        *,
+        chat: bool,
+        load_seconds: float,
+    ) -> None:
         """Create a writer.
 
         Args:
@@ -52,10 +60,12 @@ class OllamaWriter(TurnWriter):
             name: model name as given in the request.
             stop: stop strings.
             chat: whether answers contain a `message` instead of a `response`.
+            load_seconds: time that the request waited until the model was loaded.
         """
         super().__init__(state, stop)
         self._name = name
         self._chat = chat
+        self._load_ms = load_seconds * 1000
         self._calls_told = 0
 
     def response_body(self, result: GenerationResult, reason: str) -> bytes:
@@ -125,8 +135,8 @@ class OllamaWriter(TurnWriter):
         )
         return {
             "done_reason": "length" if reason == "length" else "stop",
-            "total_duration": _nanoseconds(spent["kvboost"]["total_ms"]),
-            "load_duration": 0,
+            "total_duration": _nanoseconds(self._load_ms + spent["kvboost"]["total_ms"]),
+            "load_duration": _nanoseconds(self._load_ms),
             "prompt_eval_count": usage["prompt_tokens"],
             "prompt_eval_duration": _nanoseconds(spent["timings"]["prompt_ms"]),
             "eval_count": usage["completion_tokens"],
