@@ -370,22 +370,31 @@ class EngineCore:
             # The engine's state can no longer be trusted. Report the error so that no caller waits
             # forever.
             self._failure = error
-        reason = self._failure or KVBoostError("the engine was closed before the request was done")
         with self.lock:
             with self._submit_lock:
                 self._stopped = True
-            self._drain_inbox()
-            for sequence in list(self._live.values()):
-                if self._failure is None:
-                    self._end(sequence, error=reason)
-                else:
-                    sequence.handle._finish(None, reason)
-            self._live.clear()
-        self._sequences.close()
-        self.tiering.close(save=self._failure is None)
-        self.scheduler.speculation.close()
-        self._runner.close()
-        self._backend.close()
+            self._end_all()
+        with contextlib.ExitStack() as parts:  # closes all of them, even if one raises an error
+            parts.callback(self._backend.close)
+            parts.callback(self._runner.close)
+            parts.callback(self.scheduler.speculation.close)
+            parts.callback(self.tiering.close, save=self._failure is None)
+            parts.callback(self._sequences.close)
+
+    def _end_all(self) -> None:
+        """End all requests when the engine stops."""
+        if self._failure is None:
+            closed = KVBoostError("the engine was closed before the request was done")
+            try:
+                self._drain_inbox()
+                for sequence in list(self._live.values()):
+                    self._end(sequence, error=closed)
+            except BaseException as error:
+                self._failure = error
+        # After a failure, only tell the callers. Messages in the inbox would need the scheduler.
+        for sequence in self._live.values():
+            sequence.handle._finish(None, self._failure)
+        self._live.clear()
 
     def _idle(self) -> None:
         """Save blocks to the tiers, then sleep until there is something to do.
@@ -664,16 +673,22 @@ class EngineCore:
         """Free a sequence's blocks and finish its handle with a result or an error."""
         if self._live.pop(sequence.index, None) is None:
             return
-        if error is None and reason in ("stop", "length"):
-            error = pin_prompt(self.scheduler.manager.pins, sequence, time.monotonic())
-        if error is None and reason in ("stop", "length"):
-            self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
-        self.scheduler.finish(sequence)
-        self._estimate.ended(sequence)
-        if error is None and reason in ("stop", "length"):
-            self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
-            self.scheduler.speculation.remember(sequence)
-        sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+        try:
+            if error is None and reason in ("stop", "length"):
+                error = pin_prompt(self.scheduler.manager.pins, sequence, time.monotonic())
+            if error is None and reason in ("stop", "length"):
+                self.tiering.save_first(self._retention.ended(sequence, time.monotonic()))
+            self.scheduler.finish(sequence)
+            self._estimate.ended(sequence)
+            if error is None and reason in ("stop", "length"):
+                self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
+                self.scheduler.speculation.remember(sequence)
+            result = sequence.result(reason) if error is None else None
+        except BaseException as failure:
+            # The engine stops, but it fails only the handles of live requests.
+            sequence.handle._finish(None, failure)
+            raise
+        sequence.handle._finish(result, error)
 
 
 def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:

@@ -24,7 +24,12 @@ from helpers.engine.fake_runner import (
 from helpers.raising import assert_raises
 from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
+from kvboost_edge.engine.request.answer_ids import AnswerStore
+from kvboost_edge.engine.schedule.retention import Retention
+from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.sequence_factory import Sequences
+from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import PassAbandoned
@@ -368,6 +373,71 @@ def test_cache_corruption_stops_the_engine_and_fails_all_requests(
         engine._core._thread.join(30)
         with pytest.raises(KVBoostError, match=r"stopped after an error.*broken on purpose"):
             engine.generate([1])
+
+
+ENDINGS = [
+    ("kvboost_edge.engine.core", "pin_prompt"),
+    (Retention, "ended"),
+    (Scheduler, "finish"),
+    (KVCacheManager, "free"),
+    (AnswerStore, "keep"),
+    (Speculation, "remember"),
+    (Sequence, "result"),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), ENDINGS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_an_error_while_a_request_ends_stops_the_engine_and_fails_all_requests(
+    monkeypatch, owner, name
+):
+    bench = Bench()
+    handles = [bench.submit([i] * 20, count) for i, count in enumerate((2, 30, 30))]
+    if isinstance(owner, str):
+        owner = __import__(owner, fromlist=["_"])
+    raise_on_call(monkeypatch, owner, name, 1)
+    bench.core.start()
+    for handle in handles:
+        assert_raises(Boom, f"{name} call 1", handle.result, 30)
+    bench.core.close()
+    assert_raises(KVBoostError, "stopped after an error", bench.submit, [1])
+    assert bench.runner.closed
+    assert bench.parts.backend.closed
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_error_while_the_engine_closes_fails_the_other_requests(monkeypatch, at):
+    bench = Bench()
+    handles = [bench.submit([i] * 20, 30) for i in range(3)]
+    bench.step()
+    raise_on_call(monkeypatch, KVCacheManager, "free", at)
+    bench.core.close()
+    outcomes = [_outcome(lambda handle=handle: handle.result(0)) for handle in handles]
+    assert [type(one) for one in outcomes] == [KVBoostError] * (at - 1) + [Boom] * (4 - at)
+    assert bench.runner.closed
+
+
+def test_after_a_failure_requests_in_the_inbox_end_with_its_error(monkeypatch):
+    bench = Bench()
+    handles = [bench.submit([i] * 20, 30) for i in range(3)]
+    bench.step()
+    raise_on_call(monkeypatch, KVCacheManager, "free", 1)
+    for handle in handles:
+        handle.cancel()
+    handles.append(bench.submit([9], 1))
+    bench.core.close()
+    for handle in handles:
+        assert_raises(Boom, "free call 1", handle.result, 0)
+
+
+@pytest.mark.parametrize("owner", [Sequences, Speculation, FakeRunner])
+def test_an_error_while_one_part_closes_leaves_no_other_part_open(monkeypatch, owner):
+    bench = Bench()
+    raise_on_call(monkeypatch, owner, "close", 1)
+    assert_raises(Boom, "close call 1", bench.core.close)
+    assert bench.parts.backend.closed
+    assert bench.runner.closed or owner is FakeRunner
 
 
 def test_debug_checks_detect_a_write_into_a_shared_block():

@@ -243,6 +243,28 @@ FAULTS = (
         "tests/engine/test_lifecycle.py",
     ),
     fault(
+        "a request whose end raises an error never finishes",
+        "engine/core.py",
+        "            sequence.handle._finish(None, failure)\n",
+        "            pass\n",
+        "tests/engine/test_lifecycle.py",
+    ),
+    fault(
+        "an error while the engine closes leaves requests unfinished",
+        "engine/core.py",
+        "            except BaseException as error:\n                self._failure = error\n",
+        "            except BaseException as error:\n                self._failure = error\n"
+        "                raise\n",
+        "tests/engine/test_lifecycle.py",
+    ),
+    fault(
+        "handles messages after a failure",
+        "engine/core.py",
+        "        if self._failure is None:\n            closed",
+        "        self._drain_inbox()\n        if self._failure is None:\n            closed",
+        "tests/engine/test_lifecycle.py",
+    ),
+    fault(
         "computes equal in-flight prefixes twice",
         "engine/schedule/scheduler.py",
         "sequence.awaited_hash = awaited",
