@@ -9,6 +9,7 @@ from kvboost_edge.cli.render import tokens_words
 from kvboost_edge.cli.servers.remote import RemoteChat
 from kvboost_edge.config import disk_cache_root
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.serve_options import served_name
 from kvboost_edge.shareable import shareable_end
 from kvboost_edge.tiers.disk.session_records import Session, SessionStore
 
@@ -44,7 +45,8 @@ class ChatSession(Protocol):
 class LocalSession:
     """A session in the cache directory of a local engine.
 
-    The server of this user finds it too, if the server needs no API key.
+    The server of this user finds it too, if the server needs no API key and serves the model under
+    its default name.
 
     Attributes:
         name: Name of the session.
@@ -64,7 +66,7 @@ class LocalSession:
         """
         self.name = _checked(name)
         self.engine: CPUPagedEngine | None = None
-        self._model = model
+        self._model = served_name(model)
         directory = options.get("disk_cache_dir")
         if directory in (None, "off"):
             raise ConfigError(

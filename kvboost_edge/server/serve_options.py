@@ -27,6 +27,7 @@ __all__ = [
     "command_options",
     "help_text",
     "options_from",
+    "served_name",
 ]
 
 DEMO_MODEL = "kvboost-edge/demo"
@@ -345,7 +346,7 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
         model = os.path.expanduser(behind) if named else text
         lists = [before, *model_names] if named else model_names
         names = tuple(dict.fromkeys(name.strip() for one in lists for name in one.split(","))) or (
-            _served_name(model),
+            served_name(model),
         )
         if not all(name and name.isprintable() for name in names):
             raise ConfigError(
@@ -363,7 +364,7 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
     return found
 
 
-def _served_name(model: str) -> str:
+def served_name(model: str) -> str:
     """Return the default name of a model: its hub id, or the last part of a local path."""
     # Clients must not see the paths of this machine.
     path = Path(model)

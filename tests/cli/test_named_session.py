@@ -3,11 +3,13 @@ on a server.
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.server.serve_options import options_from
 from kvboost_edge.tiers.disk.session_records import SessionStore
 
 SMALL = ("-n", "6", "--temperature", "0", "-o", "num_blocks=64", "-o", "dtype=float32")
@@ -37,6 +39,26 @@ def test_a_local_session_continues_with_its_cache_after_a_restart(
     assert cached(second)[0] >= 32
     refused = printed(*chat, "--system", "Another", code=1).err
     assert "--system differs from the system message of the session" in refused
+
+
+def test_a_server_restores_a_local_session(tiny_model_dir, tmp_path, printed, typed):
+    chat = ("chat", "-m", tiny_model_dir, *SMALL, "-o", f"disk_cache_dir={tmp_path / 'kv'}")
+    typed("Hello there, how are you today?\n")
+    assert "session travel: saved, " in printed(*chat, "--session", "travel").out
+    served = options_from({"model": [str(tiny_model_dir)], "disk_cache_dir": tmp_path / "kv"})
+    options = {**ENGINE_OPTIONS, **served.engine, "dtype": "float32"}
+    with (
+        CPUPagedEngine.from_pretrained(tiny_model_dir, **options) as engine,
+        serving(engine, model_name=served.settings.model_name) as live,
+    ):
+        with live.client() as client:
+            [listed] = client.get("/v1/sessions").json()["data"]
+            [model] = client.get("/v1/models").json()["data"]
+        assert listed["model"] == model["id"] == Path(tiny_model_dir).name
+        typed("And now?\n")
+        out = printed("chat", "--url", live.base_url, "-n", "6", "--session", "travel").out
+        assert "session travel: 1 turn" in out
+        assert cached(out)[0] >= 16
 
 
 def test_a_named_session_on_a_server(typed, printed):
