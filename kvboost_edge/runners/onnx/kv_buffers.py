@@ -136,13 +136,16 @@ class PastBuffers:
         self._kept.clear()
 
     def _find(self, table: npt.NDArray[np.int32], start: int, marks: Ints) -> Buffer | None:
-        """Return an unchanged buffer whose blocks are the first ones of the table, or None."""
+        """Return an unchanged buffer whose blocks are the first ones of the table, or None.
+
+        A buffer without blocks, as a failed pass leaves it, fits no table.
+        """
         for buffer in reversed(self._kept):
             count = len(buffer.blocks)
             if (
                 start
                 and buffer.count >= start
-                and count <= len(table)
+                and 0 < count <= len(table)
                 and np.array_equal(buffer.blocks, table[:count])
                 and np.array_equal(buffer.marks, marks[buffer.blocks])
             ):

@@ -116,6 +116,15 @@ def test_a_block_that_changed_is_gathered_again(shared):
     assert pool.buffers.num_gathered == 2
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
+def test_the_buffer_of_a_failed_pass_is_not_used_again(shared):
+    pool = Pool(shared=shared)
+    failed = pool.buffers.take(np.array([3, 1, 4], dtype=np.int32), 32, 40, pool.marks)
+    assert len(failed.blocks) == 0
+    assert pool.compute([7, 8], 16, 20) is not failed
+    assert pool.buffers.num_gathered == 2
+
+
 def test_sequences_with_a_common_prefix_have_separate_buffers():
     pool = Pool(shared=True)
     pool.compute([3, 1], 0, 20)
