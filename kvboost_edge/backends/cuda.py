@@ -31,12 +31,12 @@ from kvboost_edge.backends.base import (
     KVSpec,
     LayerKVSpec,
 )
-from kvboost_edge.backends.batch_layout import check_layout, refuse_deltas
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.cuda_check import failed_check, kernel_dtypes
 from kvboost_edge.backends.torch.padded_groups import TorchBatch
 from kvboost_edge.backends.torch.unquantized_blocks import PlainBlocks
 from kvboost_edge.backends.torch_backend import TorchBackend
-from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.errors import BackendUnavailable, CapacityError
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["CUDABackend", "CUDABatch", "extension", "find_tier", "make", "unsupported_reason"]
@@ -67,10 +67,15 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
     if device.partition(":")[0] != "cuda":
         return f"{_PACKAGE} runs on CUDA devices"
     reason = torch_backend.unsupported_reason(device, spec)
-    return reason or _untrusted_reason(device)
+    if reason is not None:
+        return reason
+    try:
+        return _untrusted_reason(device)
+    except (CapacityError, torch.OutOfMemoryError) as error:
+        return f"{device} has too little free memory to test the kernels ({error})"
 
 
-@lru_cache
+@lru_cache  # which keeps no result if too little memory was free
 def _untrusted_reason(device: str) -> str | None:
     try:
         kernels = extension()
@@ -218,7 +223,6 @@ class CUDABackend(TorchBackend):
         Raises ConfigError that names a fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
-        refuse_deltas(layout, f"backend {self.name!r}")
         return CUDABatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:

@@ -55,10 +55,15 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
 
     The test covers written tokens, a copied block, and attention of a ragged batch, in float16 and,
     from sm_80 on, in bfloat16. A device error counts as a difference.
+
+    Raises:
+        CapacityError or torch.OutOfMemoryError: the device has too little free memory.
     """
     for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
             problem = _compare(case, dtype, make, device)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, NotImplementedError) as error:
             problem = str(error)
         if problem:

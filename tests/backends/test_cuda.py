@@ -14,7 +14,7 @@ from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, Lay
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.cuda_check import failed_check
 from kvboost_edge.backends.torch_backend import TorchBackend
-from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
 pytestmark = needs_kernels
@@ -222,6 +222,21 @@ def test_the_reason_for_not_using_the_kernels_is_given(monkeypatch):
         cuda.unsupported_reason("cuda")
         == "kvboost_edge_cuda is not installed; FORCE_CUDA=1 pip install ./cuda_ext"
     )
+    cuda._untrusted_reason.cache_clear()
+
+
+@pytest.mark.parametrize("error", [CapacityError, torch.OutOfMemoryError])
+def test_a_full_device_is_tested_again(error, loaded, monkeypatch):
+    def fail(spec, num_blocks):
+        raise error("no room")
+
+    found = iter([fail, maker(loaded[0])])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "failed_check", lambda make, device: failed_check(next(found), CPU))
+    cuda._untrusted_reason.cache_clear()
+    assert "cuda:0 has too little free memory to test" in cuda.unsupported_reason("cuda:0")
+    assert cuda.unsupported_reason("cuda:0") is None
     cuda._untrusted_reason.cache_clear()
 
 

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.backends.makers import on_cuda
+from helpers.cuda.standin import needs_kernels, standing_in
 from helpers.kernels.shifted_cases import Pieces, blocks_from, layout_of, plain
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
@@ -183,6 +185,16 @@ def test_open_quantized_blocks_are_refused_in_earlier_segments(kind):
 )
 @pytest.mark.parametrize("half", [0, 3, DIM // 2])
 def test_torch_rotates_keys_like_the_reference(half, params):
+    assert_rotates_like_the_reference(TorchBackend, half, params)
+
+
+@needs_kernels
+def test_cuda_rotates_keys_like_the_reference():
+    with standing_in():
+        assert_rotates_like_the_reference(on_cuda, DIM // 2, AttentionParams(0.3, window=20))
+
+
+def assert_rotates_like_the_reference(make, half, params):
     """The batch has two sequences of runs and one without. Some of their keys are stored where no
     segment serves them.
     """
@@ -199,7 +211,7 @@ def test_torch_rotates_keys_like_the_reference(half, params):
     twice.run(stored.table, 50, 30)
     rows += [twice.own(7), plain(7, SIZE, blocks_from(20))]
     slow = pool(ReferenceBackend)
-    fast = pool(TorchBackend)
+    fast = pool(make)
     for backend, kind in ((slow, np.asarray), (fast, torch.from_numpy)):
         for number, row in enumerate([stored, *rows]):
             keys, values = random_kv(row.stop - row.start)
