@@ -372,9 +372,21 @@ class _Directory(Checkpoint):
         return read_pooling(self.path)
 
     @functools.cached_property
+    def native_refusal(self) -> str:  # type: ignore[override]
+        if not self.config.get("quantization_config"):
+            return ""
+        try:
+            packed_layout(self.config)
+        except ModelFormatError as error:
+            return str(error)
+        return ""
+
+    @functools.cached_property
     def is_quantized(self) -> bool:
         if not self.config.get("quantization_config"):
             return False
+        if self.native_refusal:
+            return True
         with self.open_source() as source:
             return is_quantized(source)
 

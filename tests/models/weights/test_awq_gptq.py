@@ -13,8 +13,11 @@ from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import save_tiny_model
 from helpers.raising import assert_raises
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.selection import model_traits
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.choice import choose_runner
 
 SHAPES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
 DOWN = "model.layers.0.mlp.down_proj"
@@ -113,6 +116,9 @@ def test_unsupported_settings_are_refused(change, message, tmp_path):
     change_json(path, quantization_config={**read_json(path)["quantization_config"], **change})
     assert_raises(ModelFormatError, message, spec_of, tmp_path)
     assert_raises(ModelFormatError, message, Checkpoint.open(tmp_path).open_source)
+    traits = model_traits(Checkpoint.open(tmp_path))
+    assert_raises(ModelFormatError, message, choose_runner, EngineConfig(runner="native"), traits)
+    assert choose_runner(EngineConfig(runner="torch"), traits).name == "torch"
 
 
 @pytest.mark.parametrize(
