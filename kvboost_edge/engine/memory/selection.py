@@ -24,7 +24,7 @@ from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
 from kvboost_edge.runners.native.select_native import native_kv_spec
 from kvboost_edge.runners.onnx.select_onnx import onnx_kv_spec
-from kvboost_edge.runners.torch.select_torch import compute_dtype
+from kvboost_edge.runners.torch.select_torch import compute_dtype, torch_kv_spec
 
 __all__ = [
     "Selection",
@@ -150,8 +150,12 @@ def planned_kv_spec(
     layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
     kv_heads = size_of(inner, "num_key_value_heads") or heads
     head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
-    dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", device)
-    return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
+    return torch_kv_spec(
+        (LayerKVSpec(kv_heads, head_dim),) * layers,
+        config.block_size,
+        compute_dtype(config.dtype, stored_dtype(fields) or "float32", device),
+        config.kv_bits,
+    )
 
 
 def refused_approximations(path_or_id: str | Path, config: EngineConfig) -> dict[str, str]:

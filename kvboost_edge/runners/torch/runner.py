@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, LayerKVSpec, PassStates
+from kvboost_edge.backends.base import Backend, BatchLayout, LayerKVSpec, PassStates
 from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
-from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
+from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
@@ -49,7 +49,7 @@ from kvboost_edge.runners.torch.attention_hook import (
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.rope_detection import NUM_PROBED, RopeFrequencies, find_turning
-from kvboost_edge.runners.torch.select_torch import BOTH_WAYS, compute_dtype
+from kvboost_edge.runners.torch.select_torch import BOTH_WAYS, compute_dtype, torch_kv_spec
 
 __all__ = ["TorchRunner", "load"]
 
@@ -57,6 +57,7 @@ _LOG = logging.getLogger(__name__)
 _PROBED_TOKEN = 1  # not 0, which is padding in some vocabularies and has a zero embedding
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADING_ERRORS = (
+    ImportError,
     OSError,
     KeyError,
     TypeError,
@@ -121,16 +122,16 @@ class TorchRunner:
             vocab_size=vocab_size,
             max_context=longest,
             weight_bytes=_weight_bytes(model),
-            kv_spec=KVSpec(
+            kv_spec=torch_kv_spec(
                 tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in self._layers),
                 block_size,
-                _NAMES[model.dtype] if kv_bits == (16, 16) else "float16",
+                _NAMES[model.dtype],
                 kv_bits,
             ),
             hidden_size=_state_size(model, states),
             numerics=(
                 f"torch {torch.__version__} transformers {version('transformers')} "
-                f"{torch.get_num_threads()}"
+                f"{torch.get_num_threads()} {_processor(model.device)}"
             ),
         )
         known = SUPPORTED_ARCHITECTURES.get(self.info.architecture)
@@ -253,9 +254,18 @@ class TorchRunner:
             raise ModelFormatError(
                 f"{model_dir}: {len(missing)} weights are missing, starting with {missing[0]!r}"
             )
-        return cls(
-            model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits
-        )
+        try:
+            model = model.to(device)
+        except RuntimeError as error:
+            if "memory" in str(error):
+                raise CapacityError(
+                    f"{model_dir}: the weights ({_weight_bytes(model)} bytes) do not fit on "
+                    f"device={device!r}: {error}; use device='cpu' or a smaller model"
+                ) from error
+            raise ModelFormatError(
+                f"{model_dir}: torch cannot move the model to device={device!r}: {error}"
+            ) from error
+        return cls(model, max_context=max_context, block_size=block_size, kv_bits=kv_bits)
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], RopeFrequencies, int]:
         """Run one token at several positions.
@@ -272,6 +282,11 @@ class TorchRunner:
                 )
         except ModelFormatError as error:
             raise ModelFormatError(f"{self._kind}: {error}") from error
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self._kind}: device={self.device!r} has too little free memory for a pass of "
+                f"{len(positions)} tokens: {error}; use device='cpu' or a smaller model"
+            ) from error
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ModelFormatError(
                 f"{self._kind} does not run on paged attention: its layers handle their mask or "
@@ -297,13 +312,10 @@ class TorchRunner:
                 f"the backend was created for layers {backend.spec.layers}, but the model has "
                 f"{self.info.kv_spec.layers}; create a new backend"
             )
-        if (
-            backend.array_kind == "torch"
-            and torch.device(backend.device).type != self.model.device.type
-        ):
+        if backend.array_kind == "torch" and _numbered(backend.device) != _numbered(self.device):
             raise ConfigError(
                 f"the backend is on device={backend.device!r}, but the model is on "
-                f"{self.device!r}; create a new backend"
+                f"{self.device!r}; use device={self.device!r}"
             )
         self._backend = backend
 
@@ -460,6 +472,23 @@ def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dt
             chosen,
         )
     return _DTYPES[chosen] if chosen else stored or "auto"
+
+
+def _numbered(name: str) -> torch.device:
+    """Return a device with its number, which for a GPU is by default the current one."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device(device.type, torch.cuda.current_device())
+    return device if device.type == "cuda" else torch.device(device.type)
+
+
+def _processor(device: torch.device) -> str:
+    """Return the processor that computes, on which the last bits of KV depend."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    return str(device.type)
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvboost_edge.backends.base import KVSpec
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import install_extra
@@ -24,6 +25,7 @@ __all__ = [
     "compute_dtype",
     "missing_package",
     "moved_keys_refusal",
+    "torch_kv_spec",
     "unsupported_reason",
     "wish",
 ]
@@ -42,6 +44,9 @@ _QUANTIZERS = {
     "gptq": ("optimum", "gptqmodel"),
     "mxfp4": ("accelerate",),
     "bitnet": ("accelerate",),
+    "bitsandbytes": ("accelerate", "bitsandbytes"),
+    "compressed-tensors": ("compressed_tensors",),
+    "fp8": ("accelerate",),
 }
 
 
@@ -112,6 +117,17 @@ def choose_weights(
 ) -> tuple[str, str]:
     """Return ("", ""), because weights keep their format, in the compute dtype."""
     return "", ""
+
+
+def torch_kv_spec(
+    layers: tuple[LayerKVSpec, ...], block_size: int, dtype: str, bits: tuple[int, int]
+) -> KVSpec:
+    """Return the KV spec for a compute dtype and the bits of keys and values.
+
+    The scales of quantized KV are float16, whatever the model computes in.
+    """
+    spec = KVSpec(layers, block_size, dtype, bits)
+    return dataclasses.replace(spec, dtype="float16") if spec.is_quantized else spec
 
 
 def compute_dtype(asked: str, stored: str, device: str) -> str:

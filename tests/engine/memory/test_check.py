@@ -66,6 +66,15 @@ def test_the_memory_plan_equals_the_engines_usage(model):
         assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
 
 
+@pytest.mark.parametrize("kv_cache_bits", [16, 8])
+def test_the_planned_kv_of_the_torch_runner_equals_the_loaded_one(kv_cache_bits, tmp_path):
+    path = save_tiny_model("llama", tmp_path)
+    options = {"runner": "torch", "num_blocks": 8, "kv_cache_bits": kv_cache_bits}
+    fit = _fit(path, GB, **options)
+    with CPUPagedEngine.from_pretrained(path, **options) as engine:
+        assert fit.info.kv_spec == engine.runner_info.kv_spec
+
+
 def test_an_invalid_size_in_the_config_is_not_reported_as_lack_of_memory(model):
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
-from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.torch.runner import TorchRunner
 
@@ -77,6 +77,34 @@ def test_the_cuda_backend_agrees_with_eager(model_type):
 
 
 # backends and dtypes
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), CapacityError, r"weights \(\d+ bytes\) do"),
+        (RuntimeError("MPS backend out of memory"), CapacityError, "use device='cpu' or a smaller"),
+        (RuntimeError("invalid device ordinal"), ModelFormatError, "torch cannot move the model"),
+    ],
+)
+def test_a_model_that_cannot_be_moved_is_refused(error, kind, message, tiny_model_dir, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", fail)
+    with pytest.raises(kind, match=message):
+        TorchRunner.from_dir(tiny_model_dir)
+
+
+def test_too_little_memory_for_the_first_pass_is_refused(monkeypatch):
+    model = build_tiny_model("llama")
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(CapacityError, match="has too little free memory for a pass of"):
+        TorchRunner(model)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
@@ -350,6 +378,22 @@ def test_a_backend_of_another_shape_is_refused():
     other = TorchBackend(TorchRunner(build_tiny_model("gemma")).info.kv_spec, 2)
     with pytest.raises(ConfigError, match="layers"):
         TorchRunner(build_tiny_model("llama")).bind(other)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps"])
+def test_a_backend_on_another_device_is_refused(device, monkeypatch):
+    runner = TorchRunner(build_tiny_model("llama"))
+    backend = TorchBackend(runner.info.kv_spec, 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(backend, "device", device)
+    with pytest.raises(ConfigError, match=f"on device='{device}', but .* use device='cpu'"):
+        runner.bind(backend)
+    runner.device = "cuda:1"
+    with pytest.raises(ConfigError, match="use device='cuda:1'"):
+        runner.bind(backend)
+    if device != "mps":
+        runner.device = "cuda:0"
+        runner.bind(backend)
 
 
 def test_a_dtype_without_storage_is_refused():
