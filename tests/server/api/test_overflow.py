@@ -153,6 +153,28 @@ async def test_truncate_has_no_effect_on_a_prompt_without_turns(engine):
             assert truncated.json().get("response") == plain.json().get("response")
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 32_000])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_refuses_an_overlong_prompt_in_anthropics_words(app, max_tokens, stream):
+    """Clients match these words and shorten the conversation."""
+    one = {"messages": [{"role": "user", "content": "x"}]}
+    around = (await app.post(f"{MESSAGES}/count_tokens", json=one)).json()["input_tokens"] - 1
+    longest = CONTEXT if max_tokens == 0 else CONTEXT - 1
+
+    async def asked(size):
+        messages = [{"role": "user", "content": "x" * (size - around)}]
+        fields = {"messages": messages, "max_tokens": max_tokens, "stream": stream}
+        return await app.post(MESSAGES, json=fields)
+
+    assert (await asked(longest)).status_code == 200
+    answer = await asked(longest + 1)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    words = f"prompt is too long: {longest + 1} tokens > {longest} maximum: "
+    assert error["message"].startswith(words)
+
+
 def test_cached_token_counts_do_not_keep_the_tokenizer_alive(engine):
     tokenizer = copy.copy(engine.tokenizer)
     assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked, with_defaults
+from kvboost_edge.server.api.checks import max_length
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
 from kvboost_edge.server.api.schemas.chat import ChatRequest
@@ -58,6 +59,18 @@ class RenderedMessages(RenderedChat):
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
         return self._sampling(prompt, choice, budget=self._budget)
+
+    def _room(self, num_prompt_tokens: int) -> int:
+        try:
+            return super()._room(num_prompt_tokens)
+        except ApiError as error:
+            # Clients recognize this beginning and shorten the conversation.
+            maximum = max_length(self.state) - bool(self.body.max_tokens)
+            error.message = (
+                f"prompt is too long: {num_prompt_tokens} tokens > {maximum} maximum: "
+                f"{error.message}"
+            )
+            raise
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
