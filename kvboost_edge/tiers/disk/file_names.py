@@ -84,7 +84,9 @@ def leftovers(sizes: Iterable[str]) -> list[str]:
     ]
 
 
-def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_whole(
+    files: Files, path: Path, data: bytes, *, durable: bool = True, mark: str = ""
+) -> None:
     """Write a file atomically.
 
     Args:
@@ -92,11 +94,12 @@ def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) 
         path: path of the file, which is replaced if it exists.
         data: contents to write.
         durable: sync the contents to the device before the file is renamed to `path`.
+        mark: part of the temporary file's name, which several writers of `path` need.
 
     Raises:
         OSError: the file could not be written.
     """
-    new = path.with_name(path.name + _NEW)
+    new = path.with_name(path.name + mark + _NEW)
     # Never write into an existing file, because it might be a link to another file.
     files.unlink(new)
     handle = files.open(new, NEW)

@@ -11,8 +11,8 @@ Records are files in the cache directory, or in memory without one:
     line 3  messages, tools and template variables as JSON
     rest    token ids as int32, little endian
 
-Names are never used as file names. Each file is written whole and then renamed, so a reader finds
-either the old or the new record.
+Names are never used as file names. Each file is written whole under a unique name and then renamed,
+so a reader finds either the old or the new record, and several processes may write.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ __all__ = [
 _MAGIC = b"KVBOOST-SESSION 1 "
 _DIRECTORY = "sessions"
 _SUFFIX = ".session"
-_OWN = re.compile(r"[0-9a-f]{64}\.session(\.new)?")
+_OWN = re.compile(r"[0-9a-f]{64}\.session(\.[0-9a-f]{16}\.new)?")
 _TENANT = re.compile(r"[0-9a-f]{64}")
 _HEADER_BYTES = 1 << 16  # the first two lines are shorter, because names have bounds
 _MAX_FILE_BYTES = 1 << 30
@@ -394,7 +395,8 @@ class SessionStore:
                     )
                 check_owner(path)
                 self._files.make_private(path)
-            write_whole(self._files, self._path(owner, key), data)
+            # Other processes may write the same record, because there is no lock.
+            write_whole(self._files, self._path(owner, key), data, mark=f".{secrets.token_hex(8)}")
         except ConfigError as error:
             raise CapacityError(f"the session cannot be saved: {error}") from error
         except OSError as error:

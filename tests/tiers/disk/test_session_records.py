@@ -179,6 +179,21 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path):
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".session"]
 
 
+def test_two_processes_save_one_session_at_the_same_time(tmp_path):
+    """The second process saves while the first one syncs its file."""
+
+    class Slow(Files):
+        def sync(self, handle):
+            other.put("t", None, made("one", [5] * 40))
+            super().sync(handle)
+
+    other = SessionStore(tmp_path, clock=Clock())
+    store = SessionStore(tmp_path, files=Slow(), clock=Clock())
+    store.put("t", None, made("one"))
+    assert other.find("t", None, "one").token_ids == IDS
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".session"]
+
+
 def test_a_link_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "cache").mkdir()
@@ -193,7 +208,7 @@ def test_leftovers_are_removed_and_foreign_files_kept(tmp_path):
     store = SessionStore(tmp_path, clock=Clock())
     store.put("t", None, made("one"))
     [path] = tmp_path.rglob("*.session")
-    left = path.with_name(path.name + ".new")
+    left = path.with_name(path.name + ".0123456789abcdef.new")
     foreign = path.with_name("notes.txt")
     for one in (left, foreign):
         one.write_bytes(b"x")
