@@ -68,6 +68,20 @@ FAULTS = (
         f"{_SERVICE}::test_a_restart_answers_each_line_once",
     ),
     fault(
+        "does not try a batch again after an error",
+        "server/batches/service.py",
+        "call_later(seconds, self._try_again, batch.id)",
+        "call_later(seconds, self._changed.set)",
+        f"{_SERVICE}::test_a_batch_continues_after_a_full_disk",
+    ),
+    fault(
+        "a batch that always stops blocks the next",
+        "server/batches/service.py",
+        "if not one.is_finished and one.id not in self._delayed",
+        "if not one.is_finished",
+        f"{_SERVICE}::test_a_batch_that_always_stops_blocks_no_other_and_ends[read-cancelled]",
+    ),
+    fault(
         "lines take places in the request queue",
         "server/work/admission.py",
         "        if self.background is None:\n            queue.enter(",

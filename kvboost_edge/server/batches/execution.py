@@ -18,7 +18,7 @@ __all__ = ["LineRecords", "LinesStopped", "run_lines"]
 
 _MAX_WAIT = 30.0  # seconds until a line that a busy server rejected is tried again
 _MAX_TRIES = 5
-# Reasons that end the run of all lines, which continue after a restart.
+# Reasons that end the run of all lines, which continue later.
 _STOPPING = frozenset({"shutting_down", "engine_stopped", "no_replica"})
 
 Call = Callable[[str, dict[str, Any]], Awaitable[LineAnswer]]

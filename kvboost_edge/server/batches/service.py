@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api_errors import ApiError
@@ -27,16 +27,31 @@ if TYPE_CHECKING:
 __all__ = ["BatchService"]
 
 _LOOK_SECONDS = 60.0  # time between looks for expired files
+_RETRY_SECONDS = 1.0  # time until a batch that stopped is tried again, doubled by each failure
+_MAX_RETRY_SECONDS = 60.0
 
 
 class _StorageFull(Exception):
     """The tenant's files have reached their limit."""
 
 
+class _Failure(NamedTuple):
+    """The last error of a batch.
+
+    Attributes:
+        answered: number of lines with a record.
+        seconds: time until the batch is tried again.
+    """
+
+    answered: int
+    seconds: float
+
+
 class BatchService:
     """Runner of batches. Only the event loop's thread uses it.
 
-    Each tenant's oldest unfinished batch runs. The batches of several tenants share the places.
+    Each tenant's oldest unfinished batch runs. The batches of several tenants share the places. A
+    batch that stops after an error is tried again after a delay. Meanwhile, the next one runs.
 
     Attributes:
         store: files and batches of all tenants.
@@ -64,6 +79,8 @@ class BatchService:
         self._task: asyncio.Task[None] | None = None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._lines: dict[str, asyncio.Task[None]] = {}
+        self._failures: dict[str, _Failure] = {}
+        self._delayed: set[str] = set()
         self._changed = asyncio.Event()
         self._is_closed = False
 
@@ -97,6 +114,7 @@ class BatchService:
             await asyncio.to_thread(space.save, batch)
         if (lines := self._lines.get(batch.id)) is not None:
             lines.cancel()
+        self._delayed.discard(batch.id)
         self.start()
 
     async def stop(self) -> None:
@@ -127,25 +145,64 @@ class BatchService:
                 await asyncio.wait_for(self._changed.wait(), _LOOK_SECONDS)
 
     def _begin_next(self, space: TenantSpace) -> None:
-        """Run the oldest unfinished batch of a tenant, and end cancelled ones."""
-        unfinished = [one for one in reversed(space.batches()) if not one.is_finished]
+        """Run the oldest unfinished batch of a tenant, and end cancelled ones.
+
+        Batches that are to be tried again later are left out.
+        """
+        unfinished = [
+            one
+            for one in reversed(space.batches())
+            if not one.is_finished and one.id not in self._delayed
+        ]
         cancelled = [one for one in unfinished if one.status == "cancelling"]
         for batch in (*unfinished[:1], *cancelled):
             if batch.id not in self._running:
                 task = asyncio.get_running_loop().create_task(self._run_batch(space, batch))
                 self._running[batch.id] = task
-                task.add_done_callback(functools.partial(self._ended, batch.id))
+                task.add_done_callback(functools.partial(self._ended, batch))
 
-    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+    def _ended(self, batch: Batch, task: asyncio.Task[None]) -> None:
+        del self._running[batch.id]
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            # The batch stays in `_running`, so that it is not tried again before a restart.
-            _log_failure("a batch stopped and continues after a restart", error, batch=batch_id)
-            return
-        self._running.pop(batch_id, None)
+        if error is None:
+            self._failures.pop(batch.id, None)
+        else:
+            self._try_later(batch, error)
+        self._changed.set()
+
+    def _try_later(self, batch: Batch, error: BaseException) -> None:
+        answered = batch.completed + batch.failed
+        last = self._failures.get(batch.id)
+        seconds = _RETRY_SECONDS
+        if last is not None and answered <= last.answered:
+            seconds = min(2 * last.seconds, _MAX_RETRY_SECONDS)
+        self._failures[batch.id] = _Failure(answered, seconds)
+        self._delayed.add(batch.id)
+        asyncio.get_running_loop().call_later(seconds, self._try_again, batch.id)
+        event = "a batch stopped and continues later"
+        _log_failure(event, error, batch=batch.id, seconds=seconds)
+
+    def _try_again(self, batch_id: str) -> None:
+        self._delayed.discard(batch_id)
         self._changed.set()
 
     async def _run_batch(self, space: TenantSpace, batch: Batch) -> None:
+        try:
+            await self._answer_and_finish(space, batch)
+        except Exception as error:
+            # A cancelled or expired batch ends without the step that failed.
+            if batch.outcome is not None:
+                raise
+            if batch.status == "cancelling":
+                outcome: BatchStatus = "cancelled"
+            elif batch.expires_at <= space.now():
+                outcome = "expired"
+            else:
+                raise
+            _log_failure("a batch ends after an error", error, batch=batch.id)
+            await self._finish(space, batch, outcome)
+
+    async def _answer_and_finish(self, space: TenantSpace, batch: Batch) -> None:
         if batch.outcome is not None:  # a crash interrupted the end
             await self._finish(space, batch, batch.outcome)
             return
@@ -268,7 +325,7 @@ def _expire(records: LineRecords, lines: list[BatchLine]) -> None:
             records.fail(line, "batch_expired", message)
 
 
-def _log_failure(event: str, error: BaseException, **facts: str) -> None:
+def _log_failure(event: str, error: BaseException, **facts: str | float) -> None:
     reason = str(error) if isinstance(error, KVBoostError) else None
     log_facts(
         logging.ERROR,

@@ -1,6 +1,7 @@
 """Tests of batches over ASGI, from upload to output file: responses, errors, limits, restarts."""
 
 import asyncio
+import errno
 import json
 import random
 
@@ -9,6 +10,8 @@ from pydantic import TypeAdapter
 
 from helpers.server.batch_files import COMPLETIONS, batch_app, jsonl, line
 from helpers.server.live_servers import HeldForward
+from kvboost_edge.server.batches import service
+from kvboost_edge.server.batches.execution import LineRecords
 from kvboost_edge.server.batches.route_calls import LineCaller
 from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.response_types import (
@@ -58,10 +61,10 @@ async def test_answers_equal_the_routes_answers(client):
 
 
 async def test_a_change_does_not_swallow_a_stop(client):
-    service = client.app.state.kv.batches
+    batches = client.app.state.kv.batches
     await asyncio.sleep(0.05)  # the service waits for a change
-    service.start()
-    await asyncio.wait_for(service.stop(), timeout=20)
+    batches.start()
+    await asyncio.wait_for(batches.stop(), timeout=20)
 
 
 async def test_answers_match_their_response_types(client):
@@ -342,8 +345,12 @@ async def test_a_crash_while_a_batch_finishes_loses_nothing(
 ):
     """The failure simulates the death of the process: only the files on disk at that moment remain."""
 
+    died = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
     def dies(self, batch, *_):
         if batch.outcome is not None:
+            loop.call_soon_threadsafe(died.set)
             raise OSError(5, "gone")
         return real(self, batch)
 
@@ -351,10 +358,8 @@ async def test_a_crash_while_a_batch_finishes_loses_nothing(
         real = getattr(TenantSpace, point)
         monkeypatch.setattr(TenantSpace, point, dies)
         batch_id = (await client.create(jsonl([line("a"), line("b")]))).json()["id"]
-        running = client.app.state.kv.batches._running
-        while not (batch_id in running and running[batch_id].done()):
-            await asyncio.sleep(0.005)
-        monkeypatch.undo()
+        await asyncio.wait_for(died.wait(), 20)
+    monkeypatch.undo()
     async with batch_app(tiny_engine, tmp_path) as client:
         batch = await client.ended(batch_id)
         assert batch["status"] == "completed"
@@ -451,3 +456,103 @@ async def test_prompts_are_not_logged(client, caplog):
     lines = [line("a", {"prompt": secret}), line("b", {"prompt": secret, "colour": secret})]
     await client.ended((await client.create(jsonl(lines))).json()["id"])
     assert secret not in caplog.text
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Batches that stop are tried again after a very short time."""
+    monkeypatch.setattr(service, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(service, "_MAX_RETRY_SECONDS", 0.008)
+
+
+def failing(monkeypatch, fails):
+    """Let calls of routes return "no_replica" while `fails(body)` is true."""
+    real = LineCaller.__call__
+
+    async def call(self, path, body, **options):
+        answer = await real(self, path, body, **options)
+        if fails(body):
+            return answer._replace(status=503, code="no_replica", retry_after=5.0)
+        return answer
+
+    monkeypatch.setattr(LineCaller, "__call__", call)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_batch_continues_after_an_outage(tiny_engine, tmp_path, monkeypatch, caplog):
+    """The delay doubles with each failure, and starts anew after an answered line."""
+    calls = []
+
+    def fails(body):
+        calls.append(body["prompt"])
+        return len(calls) <= 5 or len(calls) == 7
+
+    failing(monkeypatch, fails)
+    async with batch_app(tiny_engine, tmp_path, max_batch_size=1) as client:
+        created = await client.create(jsonl(line(name) for name in "abc"))
+        batch = await client.ended(created.json()["id"])
+        assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+        assert set(await client.records(batch["output_file_id"])) == {"a", "b", "c"}
+    assert len(calls) == 6 + 3
+    delays = [record.facts["seconds"] for record in caplog.records if record.levelname == "ERROR"]
+    assert delays == [0.001, 0.002, 0.004, 0.008, 0.008, 0.001]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_batch_continues_after_a_full_disk(tiny_engine, tmp_path, monkeypatch):
+    real = LineRecords.add
+    failures = iter([False, True, True])
+
+    def add(self, *arguments):
+        if next(failures, False):
+            raise OSError(errno.ENOSPC, "full")
+        real(self, *arguments)
+
+    monkeypatch.setattr(LineRecords, "add", add)
+    async with batch_app(tiny_engine, tmp_path) as client:
+        created = await client.create(jsonl(line(name) for name in "abcd"))
+        batch = await client.ended(created.json()["id"])
+        assert batch["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+        assert set(await client.records(batch["output_file_id"])) == set("abcd")
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("status", ["cancelled", "expired"])
+@pytest.mark.parametrize("where", ["call", "read"])
+async def test_a_batch_that_always_stops_blocks_no_other_and_ends(
+    tiny_engine, tmp_path, monkeypatch, status, where
+):
+    real = service.read_lines
+
+    def read(path, *arguments):
+        lines, problems = real(path, *arguments)
+        if lines[0].custom_id == "stuck":
+            raise OSError(errno.EIO, "gone")
+        return lines, problems
+
+    if where == "read":
+        monkeypatch.setattr(service, "read_lines", read)
+    else:
+        failing(monkeypatch, lambda body: body["prompt"] == "say stuck")
+    async with batch_app(tiny_engine, tmp_path) as client:
+        batch_id = (await client.create(jsonl([line("stuck")]))).json()["id"]
+        other = (await client.create(jsonl([line("a")]))).json()["id"]
+        assert (await client.ended(other))["status"] == "completed"
+        assert (await client.batch(batch_id))["status"] in ("validating", "in_progress")
+        if status == "cancelled":
+            await client.http.post(f"/v1/batches/{batch_id}/cancel")
+        else:
+            (space,) = client.app.state.kv.batches.store
+            space.batch(batch_id).expires_at = space.now()
+        assert (await client.ended(batch_id))["status"] == status
+
+
+async def test_cancelling_a_delayed_batch_ends_it_at_once(tiny_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "_RETRY_SECONDS", 600.0)
+    failing(monkeypatch, lambda body: True)
+    async with batch_app(tiny_engine, tmp_path) as client:
+        batch_id = (await client.create(jsonl([line("a")]))).json()["id"]
+        while batch_id not in client.app.state.kv.batches._delayed:
+            await asyncio.sleep(0.005)
+        await client.http.post(f"/v1/batches/{batch_id}/cancel")
+        assert (await client.ended(batch_id))["status"] == "cancelled"
