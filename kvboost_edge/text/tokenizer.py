@@ -30,6 +30,7 @@ from kvboost_edge.text.turns.replay import (
     merge_call_marks,
     with_arguments,
     with_marks,
+    with_objects,
 )
 
 __all__ = ["Tokenizer"]
@@ -356,6 +357,8 @@ class Tokenizer:
             _end_with(plain[-1], cut)
 
         def render(shown: list[dict[str, Any]]) -> str:
+            if has_calls:
+                shown = with_objects(shown, self.turn_format.calls)
             shown = [self._marked(message, mark) for message in shown]
             if (
                 has_calls

@@ -167,6 +167,13 @@ FAULTS = (
         "tests/text/turns/test_gemma_replay.py",
     ),
     fault(
+        "gives templates the text of truncated arguments",
+        "text/tokenizer.py",
+        "shown = with_objects(shown, self.turn_format.calls)",
+        "pass",
+        "tests/server/api/test_tools.py::test_a_truncated_call_can_be_sent_back",
+    ),
+    fault(
         "leaves the token that ends a turn of calls in the answer",
         "text/turns/answer_reader.py",
         "or token_id == self._ending",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.text.turns.formats import CallFormat
+from kvboost_edge.text.turns.replay import object_text
 
 __all__ = ["GENERIC", "with_tools_described"]
 
@@ -89,10 +90,9 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """Format a past call as described to the model, keeping argument text unchanged."""
+    """Format a past call as described to the model, keeping the text of an object unchanged."""
     function = call.get("function", call)
-    arguments = function.get("arguments", "{}")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = object_text(function.get("arguments", "{}"))
     name = json.dumps(function.get("name"), ensure_ascii=False)
     return f'{GENERIC.before}{{"name": {name}, "arguments": {text}}}{GENERIC.after}'
 

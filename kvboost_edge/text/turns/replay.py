@@ -25,12 +25,16 @@ __all__ = [
     "find_calls",
     "find_thought",
     "merge_call_marks",
+    "object_in",
+    "object_text",
     "thought_key",
     "with_arguments",
     "with_marks",
+    "with_objects",
     "with_thoughts",
 ]
 
+_INVALID = "INVALID_JSON"  # the name that Anthropic's documentation recommends
 _NO_TEXT = "\ud800"  # a lone surrogate, which occurs neither in decoded text nor in client messages
 
 
@@ -152,36 +156,69 @@ def with_arguments(
 ) -> list[dict[str, Any]]:
     """Convert the arguments of calls to the form that the template expects.
 
-    The form is an object or its JSON text. Clients send JSON text. Text that is not JSON, such as
-    that of a truncated call, is kept.
+    The form is an object or its JSON text. Clients send JSON text. Text that is not a JSON object,
+    such as that of a truncated call, is kept, because the stored ids of the call are found by it.
     """
+    return _with_calls(messages, calls, _arguments)
+
+
+def with_objects(
+    messages: Sequence[dict[str, Any]], calls: CallFormat | None
+) -> list[dict[str, Any]]:
+    """Wrap arguments that are not a JSON object in an object, because templates expect one.
+
+    Args:
+        messages: messages after `with_arguments`.
+        calls: call format of the template.
+    """
+    return _with_calls(messages, calls, _wrapped)
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """Return the JSON object in a text, or None if it is not one or contains a lone surrogate."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def object_text(arguments: Any) -> str:
+    """Return arguments as the JSON text of an object, see `with_objects`."""
+    return str(_wrapped(_arguments(arguments, True), True))
+
+
+def _with_calls(
+    messages: Sequence[dict[str, Any]],
+    calls: CallFormat | None,
+    convert: Callable[[Any, bool], Any],
+) -> list[dict[str, Any]]:
     as_text = calls is not None and calls.arguments_as_text
-    return [{**message, **_with_calls(message, as_text)} for message in messages]
 
+    def converted(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        arguments = convert(function["arguments"], as_text)
+        return {**call, "function": {**function, "arguments": arguments}}
 
-def _with_calls(message: dict[str, Any], as_text: bool) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    return (
-        {"tool_calls": [_with_call(call, as_text) for call in calls]}
-        if isinstance(calls, list)
-        else {}
-    )
-
-
-def _with_call(call: Any, as_text: bool) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "arguments" not in function:
-        return call
-    return {
-        **call,
-        "function": {**function, "arguments": _arguments(function["arguments"], as_text)},
-    }
+    return [
+        {**message, "tool_calls": [converted(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _arguments(given: Any, as_text: bool) -> Any:
     if as_text:
         return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+    found = object_in(given) if isinstance(given, str) else None
+    return given if found is None else found
+
+
+def _wrapped(given: Any, as_text: bool) -> Any:
+    if not isinstance(given, str) or (as_text and object_in(given) is not None):
         return given
+    return _arguments({_INVALID: given}, as_text)

@@ -46,7 +46,7 @@ _RESULT = {"type": "tool_result", "tool_use_id": "a", "content": "ten"}
 _TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 _RESPONSES = [{"type": "function", **tool["function"]} for tool in TOOLS]
 _UNANSWERED = {"function": {"name": "a"}}
-_BROKEN = {"function": {"name": "a", "arguments": "["}}
+_BROKEN = {"function": {"name": "a", "arguments": "\ud800"}}
 _NAMED = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 _LABELS = ("user", "service_tier", "safety_identifier", "prompt_cache_key")
 _PROGRESS = several("return_progress", "true", 1, 0, 1.0, [], {}, [True], "")
@@ -351,7 +351,7 @@ REFUSED: dict[str, list[Any]] = {
         *several("input", [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]),
         *several("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
         *several(
-            "input", [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "{"}]
+            "input", [{"type": "function_call", "call_id": "x", "name": "y", "arguments": {}}]
         ),
         *several(
             "input",

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
-from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS, scripted
+from helpers.server.scripted_model import ARGUMENTS, ASK, CALL, FORMATS, TOOLS, scripted
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -109,6 +109,37 @@ async def test_an_edited_tool_call_is_not_replayed(app, speaker):
         )
     said = API.said(first)
     assert cached[1] < said.prompt + said.output - 17 <= cached[0]
+
+
+@pytest.mark.parametrize("form", FORMATS, indirect=True)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+async def test_a_truncated_call_can_be_sent_back(app, speaker, form, path):
+    """The prompt contains the tokens that the model wrote or, if they are no longer stored, an
+    object that holds the text.
+    """
+    api = APIS[path]
+    speaker.text = FORMATS[form].turn(calls=[("weather", ARGUMENTS)])
+    tokens = len(app.engine.tokenizer.encode(speaker.text, False))
+    body = api.body(tools=TOOLS)
+    first = await api.ask(app, api.body(tools=TOOLS, limit=tokens - tokens // 8))
+    said = api.said(first)
+    ((_, arguments),) = said.calls
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(arguments)
+    speaker.text = FORMATS[form].turn(text="Once more.")
+    whole = api.next_turn(body, first, ["The call was truncated."])
+    replayed = api.said(await api.ask(app, whole))
+    assert replayed.text == "Once more."
+    if form != "harmony":  # its template renders calls again
+        assert replayed.cached >= said.prompt + said.output - 17
+    seen = []
+    for text in (arguments, json.dumps({"INVALID_JSON": arguments})):
+        sent = json.dumps({**whole, "cache_salt": "other"})
+        assert sent.count(json.dumps(arguments)) == 1
+        sent = sent.replace(json.dumps(arguments), json.dumps(text))
+        assert api.said(await api.ask(app, json.loads(sent))).text == "Once more."
+        seen.append(speaker.seen)
+    assert seen[0] == seen[1] != []
 
 
 async def test_tokenize_and_warm_include_tools(app, speaker):

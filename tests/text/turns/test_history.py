@@ -2,10 +2,12 @@
 the client sent them.
 """
 
+import json
+
 import pytest
 
 from kvboost_edge.text.turns.formats import CallFormat
-from kvboost_edge.text.turns.replay import with_arguments
+from kvboost_edge.text.turns.replay import object_text, with_arguments, with_objects
 
 
 def given(arguments):
@@ -35,3 +37,25 @@ def test_unknown_templates_get_objects():
     assert with_arguments(given('{"a": 1}'), None) == given({"a": 1})
     odd = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}, 3]}]
     assert with_arguments(odd, None) == odd
+
+
+@pytest.mark.parametrize(
+    "text", ['{"city": "Bo', "", "[1]", '"x"', "null", "[" * 100_000, '{"a": "\\ud800"}']
+)
+def test_text_that_is_not_an_object_becomes_part_of_one(text):
+    wanted = {"INVALID_JSON": text}
+    kept = with_arguments(given(text), None)
+    assert kept == given(text)
+    assert with_objects(kept, None) == given(wanted)
+    calls = CallFormat("json", "<tool_call>", arguments_as_text=True)
+    (_, message) = with_objects(with_arguments(given(text), calls), calls)
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == wanted
+    assert json.loads(object_text(text)) == wanted
+
+
+@pytest.mark.parametrize("text", ['{"a":  1}', "{}", '{"é": [{}]}'])
+def test_objects_are_not_wrapped(text):
+    calls = CallFormat("json", "<tool_call>", arguments_as_text=True)
+    assert with_objects(given(text), calls) == given(text)
+    assert with_objects(given(json.loads(text)), None) == given(json.loads(text))
+    assert object_text(text) == text

@@ -212,7 +212,6 @@ def test_calls_precede_content_parts():
 @pytest.mark.parametrize(
     "calls",
     [
-        [call("f", '{"a": ')],
         [call("f", [1])],
         [call("f", None)],
         [{"name": "f"}],

@@ -10,6 +10,7 @@ from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.strict import field_error
+from kvboost_edge.text.turns.replay import object_in
 
 __all__ = [
     "NAME_SCHEMA",
@@ -44,7 +45,8 @@ class Called(NamedTuple):
     Attributes:
         id: id of the call.
         name: name of the function.
-        arguments: JSON object as text, as the model wrote it.
+        arguments: text that the model wrote: a JSON object, or the part of one that it wrote before
+            the answer was truncated.
     """
 
     id: str
@@ -52,8 +54,12 @@ class Called(NamedTuple):
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """Convert the call to the format of chat templates, with arguments as an object."""
-        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        """Convert the call to the format of chat templates, with arguments as an object.
+
+        Text that is not a JSON object is kept.
+        """
+        found = object_in(self.arguments)
+        function = {"name": self.name, "arguments": self.arguments if found is None else found}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -197,12 +203,10 @@ def _called(value: Any) -> Called:
             f"a call's arguments have {len(arguments)} characters; "
             f"at most {COUNTS['text'].high} are allowed",
         )
-    try:
-        given = json.loads(arguments)
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict) or not _is_text(given):
-        raise field_error("tool_calls", "a call's arguments must be a JSON object as text")
+    if not _is_text(arguments):
+        raise field_error(
+            "tool_calls", "a call's arguments contain a lone surrogate, which is not valid Unicode"
+        )
     return Called(call_id, _name("tool_calls", function.get("name")), arguments)
 
 
