@@ -8,6 +8,7 @@ If the write queue is full, no more blocks are accepted.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -219,7 +220,13 @@ class IOThread(OffloadStore):
 
     def stats(self) -> dict[str, TierStats]:
         """Return the statistics of all tiers, by tier name."""
-        return {tier.name: tier.stat() for tier in self._tiers}
+        return {tier.name: self._stat(tier) for tier in self._tiers}
+
+    def _stat(self, tier: Tier) -> TierStats:
+        if tier.name not in self._broken:
+            return tier.stat()
+        state = "disabled after an internal error, which the log describes; load the engine again"
+        return dataclasses.replace(tier.stat(), writable=False, state=state)
 
     def take_held(self, whole: bool = False) -> dict[str, TierChanges]:
         """Return the changes of each working tier's contents, by tier name.

@@ -271,8 +271,15 @@ def test_a_tier_that_raises_is_disabled(kind, caplog):
             raise RuntimeError("a fault")
 
     tier = kept(PROMPT, kind=kind, tier=Broken())
-    kind.bench(tiers=[tier]).ask(PROMPT, 3)
+    bench = kind.bench(tiers=[tier])
+    assert bench.io_thread.stats()["shelf"].writable
+    bench.ask(PROMPT, 3)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+    stats = bench.io_thread.stats()["shelf"]
+    assert (stats.writable, stats.state.split(";")[0]) == (
+        False,
+        "disabled after an internal error, which the log describes",
+    )
 
 
 def test_a_load_yields_its_blocks_to_running_sequences(kind):
