@@ -30,9 +30,10 @@ __all__ = ["PATIENCE", "Prefetch", "PrefetchQueue"]
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds without progress after which a prefetch ends.
+"""Seconds without progress of any prefetch after which a prefetch ends.
 
-If loading 8 MiB takes longer, computing the blocks is faster.
+If loading 8 MiB takes longer, computing the blocks is faster. The I/O thread loads one prefetch
+after the other, so a prefetch that waits in its queue is not silent while others arrive.
 """
 
 
@@ -49,6 +50,7 @@ class Prefetch:
         arrived: Number of tokens that arrived, by tier.
         states: Hashes of the recurrent states of a hybrid model. One of them may arrive.
         waiting: Indices of other sequences that wait for one of these states.
+        began_at: Time when it was queued, on the clock of `time.perf_counter`.
         is_done: True if nothing more will arrive.
     """
 
@@ -74,16 +76,7 @@ class Prefetch:
         self.waiting: set[int] = set()
         self.arrived: Counter[str] = Counter()
         self.is_done = False
-        self._began_at = self._news_at = time.perf_counter()
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since the last arrival."""
-        return time.perf_counter() - self._news_at
-
-    def note_news(self) -> None:
-        """Record that a chunk arrived."""
-        self._news_at = time.perf_counter()
+        self.began_at = time.perf_counter()
 
     def cut(self, num_tokens: int) -> None:
         """Count only the first `num_tokens` of the tokens that arrived."""
@@ -99,7 +92,7 @@ class Prefetch:
         if not self.is_done:
             self.is_done = True
             self.sequence.features.restored.note(
-                self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at
+                self.arrived if self.is_prefix else {}, time.perf_counter() - self.began_at
             )
 
 
@@ -113,6 +106,7 @@ class PrefetchQueue(Prefetcher):
         self._by_ticket: dict[int, Prefetch] = {}
         self._by_sequence: dict[int, Prefetch] = {}
         self._is_stuck = False
+        self._news_at = 0.0  # time of the last arrival
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -123,21 +117,21 @@ class PrefetchQueue(Prefetcher):
     def heard(self, ticket: int) -> Prefetch | None:
         """Return the prefetch that an arrived chunk belongs to, or None if it has ended."""
         self._is_stuck = False
-        load = self._by_ticket.get(ticket)
-        if load is not None:
-            load.note_news()
-        return load
+        self._news_at = time.perf_counter()
+        return self._by_ticket.get(ticket)
 
     def give_up_silent(self) -> None:
         """End prefetches without progress for `PATIENCE` seconds. Their blocks are computed.
 
         No new prefetch starts until a chunk arrives.
         """
+        now = time.perf_counter()
         for load in list(self._by_ticket.values()):
-            if not load.is_done and load.silent_seconds > PATIENCE:
+            silent_seconds = now - max(load.began_at, self._news_at)
+            if not load.is_done and silent_seconds > PATIENCE:
                 _LOG.warning(
                     "an offload tier did not answer for %.0f s; the prompt is computed instead",
-                    load.silent_seconds,
+                    silent_seconds,
                 )
                 self._is_stuck = True
                 self.finish(load)

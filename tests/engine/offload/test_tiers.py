@@ -7,6 +7,7 @@ import errno
 import numpy as np
 import pytest
 
+from helpers.clocks import give_timer
 from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.model_kinds import HYBRID, PLAIN
@@ -14,6 +15,7 @@ from helpers.random_ids import random_ids
 from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.offload import prefetch
 from kvboost_edge.engine.request.request import RequestArrival
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable
@@ -307,6 +309,23 @@ def test_a_hanging_tier_is_waited_for_once(kind, monkeypatch, caplog):
     bench.manager.reset()
     monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 30.0)
     assert bench.ask(PROMPT, 3).hit_tokens == {"pool": 0, "shelf": 64}
+
+
+def test_a_queued_load_waits_while_others_arrive(monkeypatch, caplog):
+    now = [100.0]
+    give_timer(monkeypatch, lambda: now[0], prefetch)
+    other = list(range(100, 170))
+    bench = Bench(tiers=[kept(PROMPT, other)])
+    handles = [bench.submit(prompt, 1) for prompt in (PROMPT, other)]
+    bench.step()
+    for _ in range(2):
+        now[0] += 20.0
+        bench.step()
+        bench.io_thread.pump(1)
+        bench.step()
+    bench.run()
+    assert [handle.result(0).hit_tokens for handle in handles] == [{"pool": 0, "shelf": 64}] * 2
+    assert caplog.records == []
 
 
 def test_use_is_reported_to_the_tier(kind):
