@@ -35,8 +35,8 @@ FAULTS = (
     fault(
         "makes a request wait for the prefix of a background line",
         "engine/schedule/scheduler.py",
-        "            if self.manager.brings(one.blocks, awaited):\n",
-        "            if False:\n",
+        "if self.manager.brings(one.blocks, awaited)",
+        "if False",
         f"{_BACKGROUND}::test_a_request_does_not_wait_for_a_background_prefix",
     ),
     fault(

@@ -131,6 +131,13 @@ FAULTS = (
         "tests/engine/schedule/test_fairness.py",
     ),
     fault(
+        "makes an urgent request wait for the prefix of a less urgent one",
+        "engine/schedule/scheduler.py",
+        "if one.priority > sequence.priority)",
+        "if one.is_background and not sequence.is_background)",
+        "tests/engine/schedule/test_random_schedules.py::test_an_urgent_request_does_not_wait_for_the_prefix_of_a_less_urgent_one",
+    ),
+    fault(
         "preempts a sequence for a request that waits for a recurrent state",
         "engine/schedule/scheduler.py",
         "                    if self.loads.is_awaited_by(sequence):",

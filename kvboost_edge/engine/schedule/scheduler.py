@@ -9,8 +9,9 @@ tokens and in time (`StepPacing`):
   quarter of the budget goes to the oldest prompt, so that a long prompt always advances.
 - Sequences are admitted in order of arrival. When blocks run out, the latest arrival is preempted.
 
-All rules serve lower priority numbers first. At equal priority, tenants share the budget, the
-running slots and the preemptions (`Fairness`). The rules then apply within each tenant.
+All rules serve lower priority numbers first. A sequence waits for a prefix that another one
+computes, unless the other one has a higher priority number. At equal priority, tenants share the
+budget, the running slots and the preemptions (`Fairness`). The rules then apply within each tenant.
 
 Background sequences come after all others. They get the time that others leave in a step, and they
 are preempted when another sequence waits for their place or their blocks.
@@ -276,20 +277,19 @@ class Scheduler:
         return other is not None
 
     def _overtakes(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can compute a prefix itself that the background was computing.
+        """Return whether a sequence can compute a prefix itself that a less urgent one computes.
 
-        A background prompt may wait for a long time. It is preempted, and its computed blocks stay
-        in the cache.
+        The prompt of the less urgent one may wait for a long time. It is preempted, and its
+        computed blocks stay in the cache.
         """
-        awaited = sequence.awaited_hash
-        behind = [one for one in self.running if one.is_background]
-        if sequence.is_background or awaited is None:
-            return False
-        for one in behind:
-            if self.manager.brings(one.blocks, awaited):
-                self._preempt(one)
-                return not self._awaits(sequence)
-        return False
+        while (awaited := sequence.awaited_hash) is not None:
+            behind = (one for one in self.running if one.priority > sequence.priority)
+            other = next((one for one in behind if self.manager.brings(one.blocks, awaited)), None)
+            if other is None:
+                return False
+            self._preempt(other)
+            self._awaits(sequence)
+        return True
 
     def _is_full(self, sequence: Sequence) -> bool:
         """Return whether other sequences have all places."""

@@ -280,6 +280,27 @@ def test_a_shared_prefix_in_flight_is_computed_once(kind):
     assert [handle.result(0).cached_tokens for handle in handles] == [0] + [160] * 7
 
 
+def test_an_urgent_request_does_not_wait_for_the_prefix_of_a_less_urgent_one():
+    bench = Bench(max_batch_tokens=16)
+    prefix = list(range(160))
+    slow = bench.submit([*prefix, 200], 4, priority=1)
+    for _ in range(3):
+        bench.step()
+    others = [bench.submit([210 + i] * 150, 1) for i in range(2)]
+    bench.step()
+    urgent = bench.submit([*prefix, 201], 4, priority=-1)
+    equal = bench.submit([*prefix, 202], 4, priority=-1)
+    while not urgent.done:
+        bench.step()
+    assert not any(one.done for one in others)
+    assert bench.scheduler.num_preemptions == 1
+    bench.run()
+    for one in (slow, *others, urgent, equal):
+        bench.answer(one)
+    assert urgent.result().cached_tokens == 48, "the blocks that are computed must be reused"
+    assert equal.result().cached_tokens == 160, "equally urgent requests wait for each other"
+
+
 def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch):
     lookups = []
     real = KVCacheManager.awaited_hash
