@@ -102,7 +102,7 @@ class LocalSession:
             block_bytes=spec.bytes_per_block,
             state_bytes=spec.bytes_per_state,
         )
-        info = self._store.put(None, None, session)
+        info, _ = self._store.put(None, None, session)
         return _size(info.num_tokens, info.num_bytes)
 
 

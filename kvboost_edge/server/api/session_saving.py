@@ -18,14 +18,15 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import CapacityError
-from kvboost_edge.server.api.checks import looked_up, room_for
+from kvboost_edge.errors import CapacityError, KVBoostError
+from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.generation import record_cache_use
 from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_prefix, prefix_size
 from kvboost_edge.server.api.schemas.sessions import SessionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.api_errors import ApiError
+from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import SavedSession, SessionView
 from kvboost_edge.server.state import ModelState, tenant_of
@@ -41,9 +42,9 @@ from kvboost_edge.tiers.disk.session_records import Session, SessionInfo, Sessio
 
 __all__ = [
     "KeptSession",
+    "delete_session",
     "keep_session",
     "missing_session",
-    "release_session",
     "saved_view",
     "session_view",
 ]
@@ -102,7 +103,7 @@ async def keep_session(
             "pin", "pin: false needs a disk cache, and this server has none (--disk-cache-dir)"
         )
     tenant = tenant_of(request)
-    before = await off_loop(lambda: store.find(tenant, cache_salt, name))
+    models = server_of(request).models
     rendered = _RenderedSession(
         state, tenant, name, source, cache_salt, ttl=ttl, pin=pin, priority=priority, slot=slot
     )
@@ -125,35 +126,70 @@ async def keep_session(
                 "sessions, enlarge the pool (--max-cache-bytes), or set --disk-cache-dir",
                 code="capacity_exceeded",
             )
-        try:
-            info = await off_loop(lambda: store.put(tenant, cache_salt, session))
-        except CapacityError:
-            if pinned and (before is None or not _same_pin(before.info, session.info)):
-                await release_session(request, cache_salt, session)
-            raise
-        if before is not None and not (pinned and _same_pin(before.info, info)):
-            await release_session(request, cache_salt, before)
+        # The thread stores the record and unpins the session that it replaces, even if the client
+        # disconnects meanwhile.
+        info = await off_loop(lambda: _store(models, store, tenant, cache_salt, session, pinned))
     return KeptSession(info, results[0], pinned, run.tokenize_ms, run.cause)
 
 
-async def release_session(request: Request, cache_salt: str | None, session: Session) -> int:
-    """End the pin of a deleted or replaced session.
+async def delete_session(request: Request, cache_salt: str | None, name: str) -> int:
+    """Delete a session and end its pin.
 
     Returns:
         The number of blocks that were unpinned, without those that something else pins.
+
+    Raises:
+        ApiError: there is no such session (404).
     """
-    server = server_of(request)
+    models = server_of(request).models
+    store = server_of(request).shared.sessions
     tenant = tenant_of(request)
-    served = server.models.find(session.info.model)
+
+    def delete() -> int | None:
+        found = store.remove(tenant, cache_salt, name)
+        return None if found is None else _unpin(models, tenant, cache_salt, found)
+
+    unpinned = await off_loop(delete)
+    if unpinned is None:
+        raise missing_session(name)
+    return unpinned
+
+
+def _store(
+    models: Models,
+    store: SessionStore,
+    tenant: str | None,
+    cache_salt: str | None,
+    session: Session,
+    pinned: bool,
+) -> SessionInfo:
+    """Store a session, and end the pin that its record no longer names. Blocks on the disk."""
+    try:
+        info, before = store.put(tenant, cache_salt, session)
+    except CapacityError:
+        kept = store.find(tenant, cache_salt, session.info.name)
+        if pinned and (kept is None or not _same_pin(kept.info, session.info)):
+            _unpin(models, tenant, cache_salt, session)
+        raise
+    if before is not None and not (pinned and _same_pin(before.info, info)):
+        _unpin(models, tenant, cache_salt, before)
+    return info
+
+
+def _unpin(models: Models, tenant: str | None, cache_salt: str | None, session: Session) -> int:
+    """End the pin of a session, and return the number of blocks that were unpinned."""
+    served = models.find(session.info.model)
     if served is None or (state := served.state) is None:
         return 0  # unloading a model ends its pins
-    holder = _pin_holder(session.info.name)
-    return await looked_up(
-        state,
-        lambda: state.engine.unpin(
-            session.token_ids, tenant=tenant, cache_salt=cache_salt, holder=holder
-        ),
-    )
+    try:
+        return state.engine.unpin(
+            session.token_ids,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            holder=_pin_holder(session.info.name),
+        )
+    except KVBoostError:  # the engine has stopped, which ends its pins
+        return 0
 
 
 def _pin_holder(name: str) -> str:

@@ -261,20 +261,23 @@ class SessionStore:
 
     def find(self, tenant: str | None, salt: str | None, name: str) -> Session | None:
         """Return a session, or None if it does not exist, has expired or is damaged."""
-        owner = _digest(tenant or "")
         with self._lock:
-            found = _decoded(self._read(owner, _key(salt, name), _MAX_FILE_BYTES))
-        return found if found is not None and found.info.expires > self._clock() else None
+            return self._find(_digest(tenant or ""), _key(salt, name))
 
     def check(self, tenant: str | None, salt: str | None, session: Session) -> None:
         """Raise CapacityError if a session would exceed the tenant's limits."""
         with self._lock:
             self._check(_digest(tenant or ""), _key(salt, session.info.name), session, salt)
 
-    def put(self, tenant: str | None, salt: str | None, session: Session) -> SessionInfo:
-        """Store a session, which replaces one of the same name, and return its properties.
+    def put(
+        self, tenant: str | None, salt: str | None, session: Session
+    ) -> tuple[SessionInfo, Session | None]:
+        """Store a session, which replaces one of the same name.
 
         The time of its creation is that of the session it replaces.
+
+        Returns:
+            The properties of the session, and the session that it replaced.
 
         Raises:
             CapacityError: it exceeds the tenant's limits, or the disk cannot be written.
@@ -282,22 +285,22 @@ class SessionStore:
         owner = _digest(tenant or "")
         key = _key(salt, session.info.name)
         with self._lock:
-            before = _header_of(self._read(owner, key, _HEADER_BYTES))
-            if before is not None and before[1].expires > self._clock():
-                info = dataclasses.replace(session.info, created=before[1].created)
+            before = self._find(owner, key)
+            if before is not None:
+                info = dataclasses.replace(session.info, created=before.info.created)
                 session = dataclasses.replace(session, info=info)
             data = self._check(owner, key, session, salt)
             self._write(owner, key, data)
-        return dataclasses.replace(session.info, record_bytes=len(data))
+        return dataclasses.replace(session.info, record_bytes=len(data)), before
 
-    def remove(self, tenant: str | None, salt: str | None, name: str) -> bool:
-        """Delete a session, and return whether it existed."""
+    def remove(self, tenant: str | None, salt: str | None, name: str) -> Session | None:
+        """Delete a session and return it, or None if it does not exist."""
         owner = _digest(tenant or "")
         key = _key(salt, name)
         with self._lock:
-            found = _header_of(self._read(owner, key, _HEADER_BYTES))
+            found = self._find(owner, key)
             self._unlink(owner, key)
-        return found is not None and found[1].expires > self._clock()
+        return found
 
     def sweep(self) -> None:
         """Delete the expired records of all tenants."""
@@ -305,6 +308,10 @@ class SessionStore:
             for owner in self._owners():
                 for _ in self._live(owner):
                     pass
+
+    def _find(self, owner: str, key: str) -> Session | None:
+        found = _decoded(self._read(owner, key, _MAX_FILE_BYTES))
+        return found if found is not None and found.info.expires > self._clock() else None
 
     def _check(self, owner: str, key: str, session: Session, salt: str | None) -> bytes:
         """Return the encoded record. Raises CapacityError if it exceeds the limits."""

@@ -4,6 +4,8 @@ Saved prefixes survive eviction and a restart, each API key has its own names an
 llama.cpp's slot actions save and restore sessions too.
 """
 
+import asyncio
+import threading
 import time
 from contextlib import contextmanager
 
@@ -150,6 +152,67 @@ async def test_a_session_neither_shortens_nor_ends_other_pins_of_its_text(tiny_a
         assert (await tiny_app.post("/v1/sessions", json={**body, "tokens": ids})).is_success
     assert expire(61) == blocks, "the longer session still pins the text"
     assert (await delete("short"), await delete("long")) == (0, blocks)
+
+
+@pytest.fixture
+def held_app(tiny_engine, monkeypatch):
+    """Client of a server whose first save waits for `go` before it stores the record."""
+    app = create_app(tiny_engine, ServerSettings(model_name="tiny"))
+    store = app.state.kv.shared.sessions
+    client = app_client(app)
+    client.reached, client.go = threading.Event(), threading.Event()
+    calls = []
+
+    def put(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            client.reached.set()
+            assert client.go.wait(60)
+        return stored(*args)
+
+    stored = store.put
+    monkeypatch.setattr(store, "put", put)
+    return client
+
+
+async def pinned_blocks(engine, expected):
+    end = time.monotonic() + 60
+    while engine.paged_stats()["pinned_blocks"] != expected:
+        assert time.monotonic() < end, engine.paged_stats()["pinned_blocks"]
+        await asyncio.sleep(0)
+
+
+def saving(client, blocks, size, name="mine"):
+    body = {"name": name, "tokens": [blocks] * (blocks * size)}
+    return asyncio.create_task(client.post("/v1/sessions", json=body))
+
+
+async def test_overlapping_saves_of_a_session_leave_one_pin(held_app, tiny_engine):
+    size = tiny_engine.config.block_size
+    async with held_app as client:
+        first = saving(client, 3, size)
+        await asyncio.to_thread(client.reached.wait, 60)
+        assert (await saving(client, 4, size)).is_success
+        assert tiny_engine.paged_stats()["pinned_blocks"] == 3 + 4
+        client.go.set()
+        assert (await first).is_success
+        assert tiny_engine.paged_stats()["pinned_blocks"] == 3
+        deleted = await client.delete("/v1/sessions/mine")
+        assert deleted.json()["blocks_unpinned"] == 3
+
+
+async def test_a_client_that_disconnects_while_its_session_is_stored(held_app, tiny_engine):
+    size = tiny_engine.config.block_size
+    async with held_app as client:
+        first = saving(client, 3, size)
+        await asyncio.to_thread(client.reached.wait, 60)
+        assert (await saving(client, 4, size)).is_success
+        first.cancel()
+        await asyncio.wait([first])
+        client.go.set()
+        await pinned_blocks(tiny_engine, 3)
+        assert (await client.get("/v1/sessions/mine")).json()["tokens"] == 3 * size
+        assert (await client.delete("/v1/sessions/mine")).json()["blocks_unpinned"] == 3
 
 
 async def test_session_names_and_limits_are_per_key(tiny_engine):

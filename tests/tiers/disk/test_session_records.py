@@ -45,7 +45,8 @@ def test_sessions_are_stored_found_and_removed(directory):
     clock = Clock()
     store = SessionStore(directory, clock=clock)
     assert store.on_disk is (directory is not None)
-    info = store.put("t", None, made("one", state_bytes=7))
+    info, replaced = store.put("t", None, made("one", state_bytes=7))
+    assert replaced is None
     found = store.find("t", None, "one")
     assert (found.token_ids, found.content, found.info) == (IDS, CONTENT, info)
     assert (info.num_tokens, info.kv_bytes, info.ttl) == (40, 2 * 100 + 7, 60.0)
@@ -53,8 +54,8 @@ def test_sessions_are_stored_found_and_removed(directory):
     store.put("t", None, made("a second"))
     assert [one.name for one in store.all("t")] == ["a second", "one"]
     assert store.usage("t") == (2, sum(one.num_bytes for one in store.all("t")))
-    assert store.remove("t", None, "one")
-    assert not store.remove("t", None, "one")
+    assert store.remove("t", None, "one") == found
+    assert store.remove("t", None, "one") is None
     assert store.find("t", None, "one") is None
     assert [one.name for one in store.all("t")] == ["a second"]
 
@@ -69,7 +70,7 @@ def test_sessions_are_isolated_by_tenant_and_salt(directory):
     assert store.find(None, None, "same") is None
     assert [len(store.all("a")), len(store.all("a", "s")), len(store.all("a", "x"))] == [1, 1, 0]
     assert store.usage("a")[0] == 2
-    assert not store.remove("b", "s", "same")
+    assert store.remove("b", "s", "same") is None
     assert store.usage("a")[0] == 2
 
 
@@ -86,7 +87,7 @@ def test_the_number_of_sessions_is_limited_for_each_tenant(directory):
 
 
 def test_the_bytes_of_sessions_are_limited_for_each_tenant(directory):
-    size = SessionStore(None).put("t", None, made("one")).num_bytes
+    size = SessionStore(None).put("t", None, made("one"))[0].num_bytes
     store = SessionStore(directory, max_bytes=2 * size + 10, clock=Clock())
     store.put("t", None, made("one"))
     store.put("t", None, made("two"))
@@ -105,12 +106,15 @@ def test_sessions_expire_and_keep_their_creation_time(directory):
     store.put("t", None, made("one", clock=clock))
     began = clock.now
     clock.now += 50
-    info = store.put("t", None, made("one", clock=clock))
+    info, replaced = store.put("t", None, made("one", clock=clock))
+    assert (replaced.info.name, replaced.info.expires) == ("one", began + 60)
     assert (info.created, info.expires) == (began, clock.now + 60)
     clock.now += 60
     assert store.find("t", None, "one") is None
     assert store.all("t") == []
-    info = store.put("t", None, made("two", clock=clock))  # expired records take no room
+    assert store.remove("t", None, "one") is None
+    info, replaced = store.put("t", None, made("two", clock=clock))  # expired records take no room
+    assert replaced is None
     assert info.created == clock.now
     clock.now += 60
     store.sweep()

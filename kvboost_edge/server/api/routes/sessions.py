@@ -13,9 +13,9 @@ from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import check_priority, respond_when_loaded
 from kvboost_edge.server.api.schemas.sessions import RestoreRequest, SessionRequest
 from kvboost_edge.server.api.session_saving import (
+    delete_session,
     keep_session,
     missing_session,
-    release_session,
     saved_view,
     session_view,
 )
@@ -148,11 +148,7 @@ async def restore(request: Request, name: Name, body: RestoreRequest | None = No
 )
 async def delete(request: Request, name: Name, cache_salt: Salt = None) -> Response:
     """Delete a session and unpin its blocks. They stay cached until they are evicted."""
-    store = server_of(request).shared.sessions
-    tenant = tenant_of(request)
-    found = await _found(request, name, cache_salt)
-    await off_loop(lambda: store.remove(tenant, cache_salt, name))
-    unpinned = await release_session(request, cache_salt, found)
+    unpinned = await delete_session(request, cache_salt, name)
     answer: DeletedSession = {
         "object": "session.deleted",
         "name": name,
