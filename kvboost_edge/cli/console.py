@@ -11,8 +11,8 @@ __all__ = ["counted", "open_console", "spinner", "text_column"]
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Open a console without markup. Pass styles to `print`, or use a `Text`."""
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
+    """Open a console that adds no styles of its own. Pass styles to `print`, or use a `Text`."""
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def text_column(text: str, style: str = "none") -> TextColumn:

@@ -50,6 +50,15 @@ def test_commands_show_paths_without_markup(model, tmp_path, printed, typed):
     assert f"{model}/none" in printed("doctor", f"{model}/none", code=1).out
 
 
+def test_consoles_add_no_styles(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    console = open_console()
+    with console.capture() as capture:
+        console.print("16 tokens of /a/b", style="dim")
+    assert capture.get() == "\x1b[2m16 tokens of /a/b\x1b[0m\n"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_lists_show_names_without_markup(name, tmp_path, printed, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / name))
