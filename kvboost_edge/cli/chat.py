@@ -29,8 +29,8 @@ __all__ = ["Lines", "run_chat", "run_remote_chat"]
 
 _HELP = (
     "/reset starts a new conversation, /drop [N] removes the N oldest turns (1), /save FILE saves "
-    "the conversation as JSON, /stats shows the block pool, /quit or Ctrl-D exits; Ctrl-C stops "
-    "an answer."
+    "the conversation as JSON, /stats shows the block pool, /help shows the commands, /quit (also "
+    "/exit, /bye, Ctrl-D) exits; Ctrl-C stops an answer or clears the line."
 )
 # These commands print the help when arguments are wrong; /save does so without a file.
 _COMMANDS = ("/help", "/save")
@@ -350,9 +350,17 @@ def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
 
 
 def _read_line(lines: Lines, console: Console) -> str | None:
-    """Return a stripped line from the user, or None at the end of input and on Ctrl-C."""
-    try:
-        return lines.read().strip()
-    except (EOFError, KeyboardInterrupt):
-        console.print()
-        return None
+    """Return a stripped line from the user, or None at the end of input.
+
+    In a terminal, Ctrl-C discards the line. Otherwise it raises KeyboardInterrupt.
+    """
+    while True:
+        try:
+            return lines.read().strip()
+        except EOFError:
+            console.print()
+            return None
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            console.print("\nCtrl-D or /quit exits", style="dim")

@@ -18,20 +18,24 @@ from kvboost_edge.cli.chat import Lines
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import fcntl
+import termios
+
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.chat import Lines
-lines = Lines(open_console(), "you ›", "bold cyan")
-while True:
-    try:
-        print("read", repr(lines.read()), flush=True)
-    except EOFError:
-        break
+from kvboost_edge.cli.chat import Lines, _read_line
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal sends SIGINT to this process
+console = open_console()
+lines = Lines(console, "you ›", "bold cyan")
+while (line := _read_line(lines, console)) is not None:
+    print("read", repr(line), flush=True)
 print("the end", flush=True)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
 def test_a_terminal_has_line_editing_and_history(tmp_path):
+    """Lines can be edited and recalled. Ctrl-C discards a line, and Ctrl-D ends the input."""
     pytest.importorskip("readline")
     ours, theirs = os.openpty()
     environment = {**os.environ, "HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": os.devnull}
@@ -42,6 +46,7 @@ def test_a_terminal_has_line_editing_and_history(tmp_path):
         stderr=theirs,
         cwd=ROOT,
         env=environment,
+        start_new_session=True,
     )
     os.close(theirs)
     pieces = []
@@ -58,10 +63,15 @@ def test_a_terminal_has_line_editing_and_history(tmp_path):
             (b"Hello\n", "read 'Hello'"),
             (b"ac\x1b[Db\n", "read 'abc'"),  # one to the left
             (b"\x1b[A\x1b[A!\n", "read 'Hello!'"),  # two up
+            (b"lost\x03", "Ctrl-D or /quit exits"),
+            (b"kept\n", "read 'kept'"),
             (b"\x04", "the end"),
         ):
             wait_until(
-                lambda: b"".join(pieces).count("you ›".encode()) > b"".join(pieces).count(b"read "),
+                lambda: (
+                    b"".join(pieces).count("you ›".encode())
+                    > sum(b"".join(pieces).count(one) for one in (b"read ", b"/quit exits"))
+                ),
                 "a prompt",
             )
             os.write(ours, typed)
