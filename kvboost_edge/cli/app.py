@@ -222,7 +222,8 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N",
         parser=token_limit,
-        help="Maximum number of tokens to generate. 'max' generates until the context is full.",
+        help="Maximum number of tokens to generate. 'max' generates until the context is full. "
+        "Default: max.",
     ),
 ]
 KVBitsOption = Annotated[
@@ -344,7 +345,7 @@ def generate(
         ),
     ],
     model: ModelOption = DEMO_MODEL,
-    max_new_tokens: MaxNewTokens = 64,
+    max_new_tokens: MaxNewTokens = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -467,7 +468,7 @@ def chat(
             "after it was last saved. Default: the conversation is not saved.",
         ),
     ] = None,
-    max_new_tokens: MaxNewTokens = 512,
+    max_new_tokens: MaxNewTokens = None,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,

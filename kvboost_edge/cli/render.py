@@ -17,7 +17,15 @@ from rich.text import Text
 from kvboost_edge.cli.console import text_column
 from kvboost_edge.engine.request.progress import Progress
 
-__all__ = ["PromptBar", "block_map", "duration_words", "pool_panel", "reuse_words", "tokens_words"]
+__all__ = [
+    "PromptBar",
+    "block_map",
+    "duration_words",
+    "finish_words",
+    "pool_panel",
+    "reuse_words",
+    "tokens_words",
+]
 
 # Glyph, style and meaning of each block state. The glyphs differ, so the map is readable without
 # colour.
@@ -171,6 +179,12 @@ def reuse_words(
 def tokens_words(number: int, kind: str = "token") -> str:
     """Format a number of tokens, such as "1 token" or "2 tokens"."""
     return f"{number} {kind}{'' if number == 1 else 's'}"
+
+
+def finish_words(reason: str) -> str:
+    """Format a finish reason. "length" comes with the options that set the two limits."""
+    limits = "token limit (-n) or context length (--ctx-size) reached"
+    return f"length: {limits}" if reason == "length" else reason
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress
 
 from kvboost_edge.cli.console import counted, text_column
-from kvboost_edge.cli.render import PromptBar, duration_words, reuse_words, tokens_words
+from kvboost_edge.cli.render import (
+    PromptBar,
+    duration_words,
+    finish_words,
+    reuse_words,
+    tokens_words,
+)
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.model import READ_BYTES_PER_SECOND, size_on_disk
@@ -233,5 +239,5 @@ def timing_line(result: GenerationResult) -> str:
     return (
         f"{reuse_words(result.prompt_tokens, cached, result.hit_tokens, *spans)} · "
         f"first token {result.ttft_ms:.0f} ms · {tokens_words(result.generated_tokens)}, "
-        f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
+        f"{result.tokens_per_sec:.1f} per second · {finish_words(result.finish_reason)}"
     )

@@ -305,7 +305,7 @@ def code_of(command, argv):
 def test_commands_accept_every_option(name, option):
     required, _ = COMMANDS[name]
     given = read(name, required, option)
-    defaults = ("--pack-cache", "--restart", "--warmup")
+    defaults = ("--pack-cache", "--restart", "--warmup", "-n max")
     assert given != read(name, required) or option in defaults, (
         "the option has no effect, although its value is not the default"
     )

@@ -99,6 +99,17 @@ def test_generate_streams_text_and_a_summary(tiny_model_dir, printed):
     assert "prompt tokens" in err
 
 
+def test_generate_fills_the_context_by_default(printed):
+    flags = ("--raw", "--ctx-size", "112", "--temperature", "0")
+    err = printed("generate", "The colour of Teamar boat is blue", *flags).err
+    prompt_tokens, generated = (
+        int(number) for number in re.findall(r"(\d+) (?:prompt )?tokens", err.replace("\n", " "))
+    )
+    assert prompt_tokens + generated == 112
+    assert generated > 64
+    assert "length: token limit (-n) or context length" in " ".join(err.split())
+
+
 SAID = [{"role": "user", "content": "Hello"}]
 BRIEF = {"role": "system", "content": "Be brief."}
 

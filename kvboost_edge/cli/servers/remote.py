@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from kvboost_edge.cli.render import reuse_words, tokens_words
+from kvboost_edge.cli.render import finish_words, reuse_words, tokens_words
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import (
     BackendUnavailable,
@@ -99,7 +99,7 @@ class RemoteAnswer(NamedTuple):
         if self.generated_tokens is not None:
             rate = self.generated_tokens / self.total_ms * 1e3
             parts.append(f"{tokens_words(self.generated_tokens)}, {rate:.1f} per second")
-        return " · ".join([*parts, self.finish_reason])
+        return " · ".join([*parts, finish_words(self.finish_reason)])
 
 
 class RemoteChat:

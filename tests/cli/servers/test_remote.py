@@ -143,7 +143,7 @@ def test_missing_statistics_are_omitted(server):
     answer = ask(server)[-1]
     assert isinstance(answer, RemoteAnswer)
     assert "prompt tokens" not in answer.timing_line
-    assert answer.timing_line.endswith("length")
+    assert " · length: token limit (-n)" in answer.timing_line
 
 
 def test_the_key_is_sent_and_a_wrong_one_is_named(server, monkeypatch):
