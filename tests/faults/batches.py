@@ -40,6 +40,13 @@ FAULTS = (
         f"{_BACKGROUND}::test_a_request_does_not_wait_for_a_background_prefix",
     ),
     fault(
+        "makes a background line wait for the prefix of a line that needs an idle engine",
+        "engine/schedule/scheduler.py",
+        "        return other.needs_idle and not all(one.is_background for one in self.running)\n",
+        "        return False\n",
+        f"{_BACKGROUND}::test_a_line_does_not_wait_for_a_prefix_that_needs_an_idle_engine",
+    ),
+    fault(
         "runs lines in the order of the file",
         "server/batches/input_lines.py",
         "return sorted(lines, key=lambda line: (line.url, line.prefix, line.number))",

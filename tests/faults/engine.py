@@ -133,8 +133,8 @@ FAULTS = (
     fault(
         "makes an urgent request wait for the prefix of a less urgent one",
         "engine/schedule/scheduler.py",
-        "if one.priority > sequence.priority)",
-        "if one.is_background and not sequence.is_background)",
+        "        if other.priority > sequence.priority:\n",
+        "        if other.is_background and not sequence.is_background:\n",
         "tests/engine/schedule/test_random_schedules.py::test_an_urgent_request_does_not_wait_for_the_prefix_of_a_less_urgent_one",
     ),
     fault(

@@ -10,8 +10,9 @@ tokens and in time (`StepPacing`):
 - Sequences are admitted in order of arrival. When blocks run out, the latest arrival is preempted.
 
 All rules serve lower priority numbers first. A sequence waits for a prefix that another one
-computes, unless the other one has a higher priority number. At equal priority, tenants share the
-budget, the running slots and the preemptions (`Fairness`). The rules then apply within each tenant.
+computes, unless the other one has a higher priority number or waits for an idle engine. At equal
+priority, tenants share the budget, the running slots and the preemptions (`Fairness`). The rules
+then apply within each tenant.
 
 Background sequences come after all others. They get the time that others leave in a step, and they
 are preempted when another sequence waits for their place or their blocks.
@@ -283,13 +284,20 @@ class Scheduler:
         computed blocks stay in the cache.
         """
         while (awaited := sequence.awaited_hash) is not None:
-            behind = (one for one in self.running if one.priority > sequence.priority)
+            behind = (one for one in self.running if self._runs_after(one, sequence))
             other = next((one for one in behind if self.manager.brings(one.blocks, awaited)), None)
             if other is None:
                 return False
             self._preempt(other)
             self._awaits(sequence)
         return True
+
+    def _runs_after(self, other: Sequence, sequence: Sequence) -> bool:
+        """Return whether a running sequence is less urgent than a waiting one."""
+        if other.priority > sequence.priority:
+            return True
+        # The waiting sequence does not need an idle engine, or it would not be admitted now.
+        return other.needs_idle and not all(one.is_background for one in self.running)
 
     def _is_full(self, sequence: Sequence) -> bool:
         """Return whether other sequences have all places."""

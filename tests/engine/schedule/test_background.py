@@ -116,6 +116,25 @@ def test_a_request_does_not_wait_for_a_background_prefix(kind):
         bench.answer(one)
 
 
+def test_a_line_does_not_wait_for_a_prefix_that_needs_an_idle_engine():
+    bench = Bench(64, max_batch_tokens=16)
+    document = prompt_of(1, 200)
+    idle = [bench.submit([*document, i], 4, terms=IDLE) for i in range(2)]
+    for _ in range(4):
+        bench.step()
+    stream = bench.submit([3] * 4, 100)
+    bench.step()
+    line = bench.submit([*document, 2], 4, terms=SPARE)
+    while not line.done:
+        bench.step()
+    assert line.result(0).cached_tokens == 64, "the computed blocks must be reused"
+    assert not stream.done
+    assert bench.scheduler.num_preemptions == 1
+    bench.run()
+    for one in (*idle, stream, line):
+        bench.answer(one)
+
+
 @pytest.mark.parametrize("kind", BACKGROUND)
 def test_requests_with_one_prefix_preempt_a_background_sequence_once(kind):
     bench = Bench(64, max_num_seqs=2, max_batch_tokens=16)
