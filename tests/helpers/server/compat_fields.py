@@ -426,7 +426,10 @@ REFUSED: dict[str, list[Any]] = {
     ],
     LLAMA: [
         *_PROGRESS,
-        *several("prompt", "", [], [True], [10**6], ["a", -1], ["a", [1]]),
+        *several("prompt", "", [], [True], [10**6], ["a", -1], ["a", []], ["a", ""], {}),
+        *several("prompt", [["a", "b"]], [[1], [10**6]], [[[1]]], ["a"] * 257, ["a", {}]),
+        ({"prompt": ["a", "b"], "stream": True}, "prompt", "cannot be streamed"),
+        ({"prompt": ["a"] * 200, "n_cmpl": 2}, "n", "400 sequences"),
         ({"prompt": "x" * 9000}, "the model's context"),
         *several("n_predict", -3, 2**24 + 1),
         *several("n_probs", 3),

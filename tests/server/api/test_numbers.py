@@ -105,6 +105,7 @@ NUMBERS = {
     "/completion": {
         **_LLAMA,
         "prompt.*": "token_id",
+        "prompt.*.*": "token_id",
         "reasoning_budget": "reasoning_budget",
     },
     "/infill": _LLAMA,

@@ -81,6 +81,21 @@ async def test_a_prompt_may_mix_token_ids_and_texts(app, speaker):
     assert (await ask(app, prompt=["x" * 64, *ids], cache_prompt=False))["tokens_cached"] == 0
 
 
+async def test_several_prompts_are_answered_by_a_list(app, speaker):
+    """As in llama.cpp, only a list that contains token ids is one prompt."""
+    speaker.openings = ("A", "B")
+    speaker.text = "Good day."
+    ids = (await app.post("/tokenize", json={"content": "xB"})).json()["tokens"]
+    prompts = ["hello A", ids, ["y", *ids], "A"]
+    answers = await ask(app, prompt=prompts, n_cmpl=2, n_predict=4)
+    texts = ["hello A", "xB", "yxB", "A"]
+    assert [one["prompt"] for one in answers] == [text for text in texts for _ in range(2)]
+    assert [one["index"] for one in answers] == list(range(8))
+    assert {one["content"] for one in answers} == {"Good"}
+    assert [one["tokens_evaluated"] for one in answers[::2]] == [len(text) for text in texts]
+    assert (await ask(app, prompt=["hello A"]))["prompt"] == "hello A"
+
+
 async def test_generation_settings_are_those_used(app, speaker):
     settings = (await ask(app, temperature=0.5, top_k=12, seed=7))["generation_settings"]
     assert (settings["seed"], settings["temperature"], settings["top_k"]) == (7, 0.5, 12)

@@ -35,7 +35,7 @@ from kvboost_edge.server.api.schemas.unsupported_fields import (
 __all__ = ["ApplyTemplate", "ExtraText", "Infill", "LlamaCompletion", "Pieces"]
 
 Pieces = list[str | list[int]]
-"""Texts and runs of token ids, in order."""
+"""A prompt: texts and runs of token ids, in order."""
 
 _HERE = (
     *("penalize_nl", "post_sampling_probs", "n_keep", "n_discard", "tfs_z", "lora"),
@@ -55,15 +55,34 @@ _UNSUPPORTED_TO_INFILL = {
 _UNSUPPORTED_TO_EXTRA = {"time": UnsupportedField("", ignored=True)}
 
 
+def _prompts(value: Any) -> list[Pieces]:
+    """Convert one or more prompts to a list.
+
+    As in llama.cpp, a list that contains token ids is one prompt, and any other list contains
+    several prompts.
+    """
+    is_list = isinstance(value, list) and not any(type(one) is int for one in value)
+    prompts = value if is_list else [value]
+    count = COUNTS["prompts"]
+    if not count.low <= len(prompts) <= count.high:
+        raise field_error("prompt", f"must hold {count.describe()} prompts, not {len(prompts)}")
+    return [_pieces(prompt) for prompt in prompts]
+
+
 def _pieces(value: Any) -> Pieces:
     """Convert a prompt to a list of texts and runs of token ids.
 
     The prompt is a text, token ids, or a list of both.
     """
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list) or not parts:
+    if isinstance(value, str):
+        parts: list[Any] = [value]
+    elif isinstance(value, list) and any(type(part) is int for part in value):
+        parts = value
+    else:
         raise field_error(
-            "prompt", "must be a string, a list of token ids, or a list of strings and token ids"
+            "prompt",
+            "must be a string, a list of token ids and strings, or a list of such prompts; a list "
+            "of strings only is several prompts, and must not be nested",
         )
     found: Pieces = []
     for part in parts:
@@ -93,17 +112,24 @@ def _pieces(value: Any) -> Pieces:
 
 
 _TEXT = {"type": "string", "minLength": 1, "maxLength": COUNTS["text"].high}
-Prompt = Annotated[
-    Pieces,
-    PlainValidator(_pieces),
+_MIXED = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"anyOf": [_TEXT, number_schema("token_id")]},
+}
+Prompts = Annotated[
+    list[Pieces],
+    PlainValidator(_prompts),
     WithJsonSchema(
         {
             "anyOf": [
                 _TEXT,
+                _MIXED,
                 {
                     "type": "array",
                     "minItems": 1,
-                    "items": {"anyOf": [_TEXT, number_schema("token_id")]},
+                    "maxItems": COUNTS["prompts"].high,
+                    "items": {"anyOf": [_TEXT, _MIXED]},
                 },
             ]
         }
@@ -189,9 +215,23 @@ class LlamaCompletion(_Sampling):
     `n_predict` -1 and -2, and values that exceed the context, let the answer fill the context.
     """
 
-    prompt: Prompt
+    prompt: Prompts = Field(
+        description=(
+            "A text, a list of token ids and texts, or a list of such prompts. A list of texts "
+            "only is several prompts. The answer to several prompts is a list."
+        )
+    )
     reasoning_budget: ReasoningBudgetField = None
     reasoning_budget_message: ReasoningMessage = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.stream and len(self.prompt) > 1:
+            raise bad_field(
+                "prompt",
+                f"the answers to {len(self.prompt)} prompts cannot be streamed; leave stream out, "
+                "or send a request for each prompt",
+            )
 
 
 class ExtraText(Strict):

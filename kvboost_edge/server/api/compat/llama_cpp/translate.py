@@ -57,7 +57,7 @@ _LOCAL = 2048  # tokens of prefix and suffix for which extra texts leave room
 
 
 class RenderedPieces(RenderedCompletion):
-    """A completion request whose prompt consists of texts and token ids.
+    """A completion request whose prompts consist of texts and token ids.
 
     Attributes:
         min_indent: minimum indentation of the answer's lines.
@@ -68,7 +68,7 @@ class RenderedPieces(RenderedCompletion):
         self,
         state: ModelState,
         body: CompletionRequest,
-        pieces: Pieces,
+        prompts: Sequence[Pieces],
         *,
         with_bos: bool,
         field: str,
@@ -76,15 +76,18 @@ class RenderedPieces(RenderedCompletion):
         super().__init__(state, body, fills=True)
         self.min_indent = 0
         self.max_decode_ms: int | None = None
-        self._pieces = pieces
+        self._prompts = prompts
         self._with_bos = with_bos
         self._field = field
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        return [self._encoded(pieces) for pieces in self._prompts]
+
+    def _encoded(self, pieces: Pieces) -> EncodedPrompt:
         tokenizer = self.state.engine.tokenizer
         vocab_size = self.state.engine.runner_info.vocab_size
-        ids = _ids(tokenizer, self._pieces, vocab_size, self._with_bos, self._field)
-        return [EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))]
+        ids = _ids(tokenizer, pieces, vocab_size, self._with_bos, self._field)
+        return EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
         params = super().params(prompt, choice)
@@ -114,14 +117,15 @@ class RenderedInfill(RenderedPieces):
             extra: texts before them. The first ones are left out first.
             head: pieces before all texts.
         """
-        super().__init__(state, body, pieces, with_bos=False, field="input_prefix")
+        super().__init__(state, body, [pieces], with_bos=False, field="input_prefix")
+        self._local = pieces
         self._extra = extra
         self._head = head
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
         tokenizer = self.state.engine.tokenizer
         head = _plain_ids(tokenizer, self._head, "input_extra")
-        local = _plain_ids(tokenizer, self._pieces, self._field)
+        local = _plain_ids(tokenizer, self._local, self._field)
         context = min(self.state.engine.runner_info.max_context, self.state.admission.pool_tokens)
         # The room is the same while the user types, because otherwise the cached prefix changes.
         taken = len(head) + max(len(local), min(_LOCAL, context // 2))
@@ -176,7 +180,7 @@ def infill_of(state: ModelState, body: Infill) -> RenderedInfill:
     stop_ids = [token for token in ends if token is not None and token < vocab_size]
     ours = _completion_body(
         body,
-        list(itertools.chain(head, *extra, pieces)),
+        [list(itertools.chain(head, *extra, pieces))],
         stop_token_ids=None if body.ignore_eos else stop_ids,
     )
     return _with_limits(RenderedInfill(state, ours, pieces, extra=extra, head=head), body)
@@ -200,16 +204,14 @@ def _infill_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _completion_body(
-    body: LlamaCompletion | Infill, pieces: Pieces, **more: Any
+    body: LlamaCompletion | Infill, prompts: Sequence[Pieces], **more: Any
 ) -> CompletionRequest:
     """Convert the fields of a body other than the limits of lines."""
     limit = body.n_predict
-    # A placeholder text with about as many tokens stands for the prompt until it is tokenized.
-    stands_in = "".join(
-        piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces
-    )
     return completion_request(
-        prompt=pieces[0] if len(pieces) == 1 else stands_in[: 1 << 20],
+        prompt=prompts[0][0]
+        if len(prompts) == len(prompts[0]) == 1
+        else [_stand_in(pieces) for pieces in prompts],
         n=body.n_cmpl,
         max_tokens=None if limit is None or limit < 0 else limit,
         stop=list(body.stop) if body.stop else None,
@@ -227,6 +229,12 @@ def _completion_body(
         },
         **more,
     )
+
+
+def _stand_in(pieces: Pieces) -> str:
+    """Return a text with about as many tokens as a prompt that is not tokenized yet."""
+    text = "".join(piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces)
+    return text[: 1 << 20]
 
 
 _Rendered = TypeVar("_Rendered", bound=RenderedPieces)

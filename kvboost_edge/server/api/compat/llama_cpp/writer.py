@@ -127,10 +127,10 @@ class LlamaWriter(TurnWriter):
         if ids is None:
             ids = list(result.output_token_ids) if self._with_ids else []
         word = self._stopping_word(result) if reason == "stop" else ""
-        spent = costs(
-            [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause
-        )
-        prompt = self.run.prompts[0].text
+        number = index // self.run.per_prompt
+        prompt = self.run.prompts[number]
+        cause = "" if number else self.run.cause  # It is known of the first prompt only.
+        spent = costs([result], 1, self.run.tokenize_ms, prompt.dropped, cause)
         answer = {
             "index": index,
             "content": content,
@@ -142,7 +142,7 @@ class LlamaWriter(TurnWriter):
             "tokens_evaluated": result.prompt_tokens,
             "tokens_reasoning": result.reasoning_tokens or 0,
             "generation_settings": self._settings(result),
-            "prompt": prompt,
+            "prompt": prompt.text,
             "has_new_line": "\n" in result.output_text,
             "truncated": False,
             "stop_type": "limit" if reason == "length" else "word" if word else "eos",
