@@ -181,11 +181,11 @@ def shorten(body, path):
     if path == "/v1/responses" and type(limit := body.get("max_output_tokens", 1)) is int:
         body["max_output_tokens"] = MOST_TOKENS if 0 < limit < 10_000 else limit
     if path in ("/completion", "/infill") and type(limit := body.get("n_predict", -1)) is int:
-        body["n_predict"] = MOST_TOKENS if -3 < limit < 10_000 else limit
+        body["n_predict"] = MOST_TOKENS if -3 < limit <= 2**24 else limit
     options = body.setdefault("options", {}) if path in ("/api/chat", "/api/generate") else None
     if isinstance(options, dict) and type(options.get("num_predict", -1)) is int:
         limit = options.get("num_predict", -1)
-        options["num_predict"] = MOST_TOKENS if -3 < limit < 10_000 else limit
+        options["num_predict"] = MOST_TOKENS if -3 < limit <= 2**24 else limit
     if (
         path in GENERATING
         and body.get("max_tokens") is None
