@@ -154,6 +154,9 @@ REFUSED: dict[str, list[Any]] = {
         ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"prediction": {}}, "prediction"),
+        ({"moderation": {"model": "x"}}, "moderation", "not supported"),
+        *several("verbosity", "low", "high", 1),
+        *several("prompt_cache_options", "24h", {"mode": "other"}, {"breakpoints": 1}),
         *several("reasoning_effort", "much", 3),
         ({"web_search_options": {}}, "web_search_options"),
         ({"store": True}, "store"),
@@ -207,7 +210,10 @@ REFUSED: dict[str, list[Any]] = {
         ),
         *(
             messages("messages.0.content", *user(given))
-            for given in ({"type": "text"}, {"type": "text", "text": 5})
+            for given in (
+                *({"type": "text"}, {"type": "text", "text": 5}),
+                *({"type": "refusal", "text": "x"}, {"type": "text", "text": "x", "refusal": "x"}),
+            )
         ),
         (
             {"messages": user({"type": "image_url", "image_url": {"url": "x"}})},
@@ -381,7 +387,8 @@ REFUSED: dict[str, list[Any]] = {
         *several("include", ["message.output_text.logprobs"]),
         *several("background", True),
         *several("conversation", "x"),
-        *several("reasoning", {"effort": "most"}),
+        *several("reasoning", {"effort": "most"}, {"context": "all_turns"}, {"mode": "pro"}),
+        *several("prompt_cache_options", {"mode": "other"}),
         *several("temperature", 3),
         *several("stream_options", {}),
         *several("stop", ["x"]),
@@ -458,14 +465,6 @@ REFUSED: dict[str, list[Any]] = {
 }
 """Of each path: fields, the field at fault ("": none is named), and words of the message."""
 
-_ANSWERED = {
-    "role": "assistant",
-    "content": "hi",
-    "refusal": None,
-    "annotations": None,
-    "audio": None,
-}
-_ANSWERED |= {"function_call": None, "tool_calls": None}
 _NEUTRAL = {
     "user": "somebody",
     "metadata": {"team": "one"},
@@ -474,6 +473,7 @@ _NEUTRAL = {
     "safety_identifier": "id",
     "prompt_cache_key": "key",
     "prompt_cache_retention": "in_memory",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
 }
 _MEANINGLESS = {
     "typical_p": 1.0,
@@ -507,8 +507,8 @@ TAKEN: dict[str, list[Json]] = {
         _NEUTRAL,
         _MEANINGLESS,
         _EMPTY,
-        {"response_format": {"type": "text"}, "modalities": ["text"]},
-        *({"response_format": None}, {"grammar": ""}),
+        {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"},
+        *({"response_format": None}, {"grammar": ""}, {"moderation": None, "verbosity": None}),
     ],
     MESSAGES: [
         {
@@ -534,7 +534,8 @@ TAKEN: dict[str, list[Json]] = {
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "background": False,
-            "reasoning": {"summary": "auto"},
+            "reasoning": {"summary": "auto", "context": "auto", "mode": "standard"},
+            "prompt_cache_options": {"mode": "implicit"},
         }
     ],
     OLLAMA: [

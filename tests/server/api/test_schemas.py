@@ -4,16 +4,65 @@ servers, and bodies of any Content-Type.
 
 import json
 
+import openai.types as openai_types
 import pytest
+from openai.types import chat as openai_chat
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as Chat
+from openai.types.chat.parsed_chat_completion import ParsedChatCompletionMessage
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as Completion
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from kvboost_edge.server.api.bounds import BOUNDS
-from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.compat.responses.schemas import Reasoning, ResponseRequest
+from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest
+from kvboost_edge.server.api.schemas.shared import PromptCacheOptions
 from kvboost_edge.server.api_errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 COMPLETIONS = ("/v1/completions", {"prompt": "hello"})
 CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, Completion.__annotations__),
+        (ChatRequest, Chat.__annotations__),
+        (ResponseRequest, ResponseCreateParamsNonStreaming.__annotations__),
+        (EmbeddingRequest, openai_types.EmbeddingCreateParams.__annotations__),
+        (Reasoning, openai_types.Reasoning.model_fields),
+        (
+            PromptCacheOptions,
+            openai_chat.completion_create_params.PromptCacheOptions.__annotations__,
+        ),
+        (ChatMessage, ParsedChatCompletionMessage.model_fields),
+        (ChatMessage, openai_chat.ChatCompletionAssistantMessageParam.__annotations__),
+        (ChatMessage, openai_chat.ChatCompletionToolMessageParam.__annotations__),
+        (ChatMessage, openai_chat.ChatCompletionUserMessageParam.__annotations__),
+    ],
+)
+def test_every_field_of_openais_client_is_known(model, fields):
+    """Each is accepted, ignored or refused with advice, but none is unknown."""
+    assert fields
+    assert fields.keys() - {*model.wire_names(), *model.unsupported} == set()
+
+
+def test_parts_of_openais_messages_become_text():
+    marked = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [{"type": "text", "text": "a", **marked}, {"type": "refusal", "refusal": "b"}]
+    message = ChatMessage.model_validate({"role": "assistant", "content": parts, "parsed": [1]})
+    assert message.for_template() == {"role": "assistant", "content": "a\nb"}
+    sent = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a", **marked}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "b", "parsed": [1]}]},
+    ]
+    items = ResponseRequest.model_validate({"input": sent}).input
+    assert [item["content"] for item in items] == [
+        [{"type": "input_text", "text": "a"}],
+        [{"type": "output_text", "text": "b"}],
+    ]
 
 
 @pytest.mark.parametrize(

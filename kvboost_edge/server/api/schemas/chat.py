@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
     NotBuilt,
     OnlyEmpty,
+    OnlyMedium,
     OnlyNone,
     OnlyOne,
     SamplingFields,
@@ -32,12 +33,17 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.tools import ToolCalls, ToolChoice, ToolChoiceField, Tools
-from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, refused_field
+from kvboost_edge.server.api.schemas.unsupported_fields import (
+    NO_IMAGES,
+    UnsupportedField,
+    refused_field,
+)
 from kvboost_edge.text.chat_template import is_reserved
 
 __all__ = ["ChatMessage", "ChatRequest", "Messages"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_BREAKPOINT = "prompt_cache_breakpoint"  # has no effect, see PromptCacheOptions
 
 
 def _role(value: Any) -> str:
@@ -66,13 +72,17 @@ def _part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("image_url", "image", "input_image"):
         raise field_error("not_built", NO_IMAGES)
-    if isinstance(kind, str) and kind != "text":
+    if isinstance(kind, str) and kind not in ("text", "refusal"):
         raise field_error(
             "not_built", f"content parts of type {kind[:64]!r} are not supported; use type 'text'"
         )
-    if kind != "text" or set(part) != {"type", "text"} or not is_text(part["text"]):
+    if (
+        not isinstance(kind, str)
+        or part.keys() - {_BREAKPOINT} != {"type", kind}
+        or not is_text(part[kind])
+    ):
         raise field_error("content", "each content part must be {'type': 'text', 'text': string}")
-    return str(part["text"])
+    return str(part[kind])
 
 
 def _template_variables(value: Any) -> dict[str, Any]:
@@ -129,10 +139,15 @@ _PARTS_SCHEMA = {
     "minItems": 1,
     "maxItems": COUNTS["parts"].high,
     "items": {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-        "additionalProperties": False,
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, kind: {"type": "string"}, **hints},
+                "required": ["type", kind],
+                "additionalProperties": False,
+            }
+            for kind, hints in (("text", {_BREAKPOINT: {"type": "object"}}), ("refusal", {}))
+        ]
     },
 }
 
@@ -187,6 +202,9 @@ def _by_role(schema: dict[str, Any]) -> None:
 
 class ChatMessage(Strict):
     """A message of a conversation."""
+
+    # OpenAI's client sends it with a message that it parsed.
+    unsupported: ClassVar = {"parsed": UnsupportedField("", ignored=True)}
 
     model_config = ConfigDict(json_schema_extra=_by_role)
     role: Annotated[str, PlainValidator(_role), WithJsonSchema({"enum": list(_ROLES)})]
@@ -284,6 +302,7 @@ class ChatRequest(SamplingFields):
     best_of: OnlyOne = None
     function_call: OnlyNone = None
     functions: OnlyEmpty = None
+    moderation: NotBuilt = None
     parallel_tool_calls: bool | None = None
     prediction: NotBuilt = None
     reasoning_effort: Effort | None = Field(
@@ -295,7 +314,7 @@ class ChatRequest(SamplingFields):
     )
     tool_choice: ToolChoiceField | None = None
     tools: Tools | None = None
-    verbosity: NotBuilt = None
+    verbosity: OnlyMedium = None
     web_search_options: NotBuilt = None
 
     def check_together(self) -> None:

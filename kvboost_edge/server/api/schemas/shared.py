@@ -45,8 +45,10 @@ __all__ = [
     "NotBuilt",
     "OnlyEmpty",
     "OnlyFalse",
+    "OnlyMedium",
     "OnlyNone",
     "OnlyOne",
+    "PromptCacheOptions",
     "ReasoningBudgetField",
     "ReasoningMessage",
     "SamplingFields",
@@ -91,6 +93,11 @@ def _only_one(value: Any) -> None:
         raise field_error("not_built", "only 1 is supported; leave it out")
 
 
+def _only_medium(value: Any) -> None:
+    if value is not None and value != "medium":
+        raise field_error("not_built", "only 'medium' is supported; ask for it in the prompt")
+
+
 def or_null(schema: dict[str, Any]) -> WithJsonSchema:
     """Return the JSON Schema of a field that accepts `schema` or null."""
     return WithJsonSchema({"anyOf": [schema, {"type": "null"}]})
@@ -99,6 +106,7 @@ def or_null(schema: dict[str, Any]) -> WithJsonSchema:
 OnlyEmpty = Annotated[None, PlainValidator(_only_empty), or_null({"type": "array", "maxItems": 0})]
 OnlyNone = Annotated[None, PlainValidator(_only_none), or_null({"const": "none"})]
 OnlyOne = Annotated[None, PlainValidator(_only_one), or_null({"const": 1})]
+OnlyMedium = Annotated[None, PlainValidator(_only_medium), or_null({"const": "medium"})]
 """Fields that accept only the value that has no effect. Some clients always send it."""
 
 NotBuilt = Annotated[None, BeforeValidator(_refuse)]
@@ -295,6 +303,13 @@ ReasoningMessage = Annotated[
 ]
 
 
+class PromptCacheOptions(Strict):
+    """Cache options of OpenAI's API, which have no effect. This cache needs no breakpoints."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Label | None = None
+
+
 class StreamOptions(Strict):
     """Stream options, as in OpenAI's API."""
 
@@ -379,6 +394,7 @@ class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
     store: OnlyFalse = None
     service_tier: Label | None = None
     safety_identifier: Label | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     def check_together(self) -> None:
         """Raise ApiError for fields that contradict each other."""

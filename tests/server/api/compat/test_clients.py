@@ -56,6 +56,9 @@ class Weather(BaseModel):
 
 # -- OpenAI: chats --
 
+# The client's models of parsed answers are generic, and it dumps them as ones without parameters.
+_PARSED = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+
 
 def test_tool_results_hit_the_cached_tool_calls(client):
     messages = [*ASK]
@@ -71,6 +74,7 @@ def test_tool_results_hit_the_cached_tool_calls(client):
         messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
 
 
+@_PARSED
 def test_openai_stream_and_parse_helpers_work(client):
     whole = client.chat.completions.create(messages=ASK, **CHAT).choices[0].message.tool_calls
     with client.chat.completions.stream(messages=ASK, **CHAT) as stream:
@@ -80,8 +84,18 @@ def test_openai_stream_and_parse_helpers_work(client):
     assert json.loads(streamed[0].function.arguments) == json.loads(whole[0].function.arguments)
     named = {"type": "function", "function": {"name": "Weather"}}
     typed = {**CHAT, "tools": [openai.pydantic_function_tool(Weather)], "tool_choice": named}
-    (call,) = client.chat.completions.parse(messages=ASK, **typed).choices[0].message.tool_calls
+    message = client.chat.completions.parse(messages=ASK, **typed).choices[0].message
+    (call,) = message.tool_calls
     assert isinstance(call.function.parsed_arguments, Weather)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    plain = {"model": MODEL, "max_tokens": 200, "temperature": 0}
+    answer = client.chat.completions.parse(
+        messages=[*ASK, message, result], response_format=Weather, **plain
+    )
+    again = answer.choices[0].message
+    assert isinstance(again.parsed, Weather)
+    messages = [*ASK, message, result, again, *ASK]
+    assert client.chat.completions.create(messages=messages, **plain).choices[0].message.content
 
 
 # -- OpenAI: responses --
@@ -120,10 +134,11 @@ def test_openai_responses_tool_call_and_result(client):
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 17
 
 
+@_PARSED
 def test_openai_responses_parse_a_typed_answer(client):
-    assert isinstance(
-        client.responses.parse(input="x", text_format=Weather, **RESPONSES).output_parsed, Weather
-    )
+    answer = client.responses.parse(input="x", text_format=Weather, **RESPONSES)
+    assert isinstance(answer.output_parsed, Weather)
+    assert client.responses.create(input=[*answer.output, *ASK], **RESPONSES).output_text
 
 
 # -- Anthropic --

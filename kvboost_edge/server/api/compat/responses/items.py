@@ -36,7 +36,7 @@ _PARTS = {
 _SAID = ("input_text", "output_text", "text", "refusal")
 _THOUGHT = ("reasoning_text", "text")
 # Members of a content part that the model does not see.
-_BESIDE = {"annotations", "logprobs"}
+_BESIDE = {"annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}
 
 
 def new_id(prefix: str) -> str:
@@ -230,7 +230,14 @@ def _length(name: str, least: int = 1) -> Json:
 
 
 def _list_of_parts(kinds: Sequence[str], least: int = 1) -> Json:
-    parts = [_object({"type": {"const": kind}, _PARTS[kind]: _length("text", 0)}) for kind in kinds]
+    hint = {"prompt_cache_breakpoint": {"type": "object"}}
+    parts = [
+        _object(
+            {"type": {"const": kind}, _PARTS[kind]: _length("text", 0)},
+            **(hint if kind == "input_text" else {}),
+        )
+        for kind in kinds
+    ]
     return {
         "type": "array",
         "minItems": least,

@@ -20,6 +20,7 @@ from kvboost_edge.server.api.schemas.shared import (
     ModelName,
     NotBuilt,
     OnlyFalse,
+    PromptCacheOptions,
     ReasoningBudgetField,
     ReasoningMessage,
 )
@@ -71,12 +72,14 @@ class Reasoning(Strict):
 
     Effort "none" disables thinking. Other levels enable it. They are passed to templates that have
     levels, and otherwise are fractions of the answer's tokens. The answer contains the reasoning
-    itself, never a summary.
+    itself, never a summary. The chat template decides which earlier reasoning the model sees.
     """
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class StreamOptions(Strict):
@@ -127,6 +130,7 @@ class ResponseRequest(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     service_tier: Label | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
 
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
