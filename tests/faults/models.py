@@ -9,7 +9,23 @@ _GGUF = "tests/models/gguf/test_hybrids.py"
 _PACKED = "tests/models/test_hybrids.py::test_packed_tensors_equal_transformers"
 _SAME = f"{_GGUF}::test_a_gguf_file_equals_the_checkpoint"
 
+_OLLAMA = "tests/models/gguf/test_ollama_layout.py"
+
 FAULTS = (
+    fault(
+        "gives Ollama's large Gemma 3 files no RoPE scaling",
+        "models/gguf/ollama_layout.py",
+        "context >= _GEMMA3_LONG:",
+        "False:",
+        _OLLAMA,
+    ),
+    fault(
+        "reads Qwen3.5 files of Ollama with value heads in any order",
+        "models/gguf/ollama_layout.py",
+        "if reordered is not True and groups != heads:",
+        "if False:",
+        _OLLAMA,
+    ),
     fault(
         "gives no hint for a name that resembles a known model's",
         "models/locate/model.py",
