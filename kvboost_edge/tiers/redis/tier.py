@@ -24,7 +24,6 @@ from kvboost_edge.tiers.redis.connection import Command, RedisConnection, Server
 from kvboost_edge.tiers.redis.values import (
     HEAD,
     Seal,
-    keys_of,
     piece_lengths,
     pieces_of,
     stored_bytes,
@@ -99,7 +98,6 @@ class RedisTier:
                 f"redis_ttl_s={ttl_s!r} must be a number of seconds from 1 to {3650 * _DAY_S}"
             )
         self.place = address.place
-        self._space = space
         self._seal = Seal(space, _secret(secret, environment, trust))
         self._ttl_s = ttl_s
         self._clock = clock
@@ -117,7 +115,7 @@ class RedisTier:
         self._no_writes = ""
         self._writes_again_at = 0.0
         self._advice = ""
-        self._closed = False
+        self._has_warned = self._closed = False
 
     def __repr__(self) -> str:
         return f"RedisTier({self.place!r})"
@@ -188,7 +186,7 @@ class RedisTier:
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Return whether the server has a value for each block, without verifying it. Does I/O."""
         commands: list[Command] = [
-            ("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes
+            ("EXISTS", *self._seal.keys(prefix_hash, 0)) for prefix_hash in prefix_hashes
         ]
         answers = self._ask(commands, _SMALL_COMMANDS)
         if answers is None:
@@ -208,9 +206,7 @@ class RedisTier:
             for block, view in zip(blocks, into, strict=True)
         ]
         for batch in _batches(sizes):
-            keys = [
-                keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch
-            ]
+            keys = [self._seal.keys(blocks[index].prefix_hash, sizes[index]) for index in batch]
             commands: list[Command] = [
                 # Use GETRANGE instead of GET, so a huge foreign value is not transferred as a
                 # whole. The range is a byte too long, which reveals a longer value.
@@ -300,6 +296,13 @@ class RedisTier:
                 self._saw(block.prefix_hash)
                 return True
         self._count(refused=1)
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "%s holds a value that is damaged or was not written with this secret; such values "
+                "are deleted, and their blocks are computed instead (counted in refused)",
+                self.place,
+            )
         self._ask([("UNLINK", *keys)], 1)
         return False
 
@@ -311,7 +314,7 @@ class RedisTier:
             for block, view in zip(blocks, payloads, strict=True)
         ]
         keys = [
-            keys_of(self._space, block.prefix_hash, size)
+            self._seal.keys(block.prefix_hash, size)
             for block, size in zip(blocks, sizes, strict=True)
         ]
         lengths = self._ask([("STRLEN", key) for names in keys for key in names], _SMALL_COMMANDS)
@@ -401,14 +404,13 @@ class RedisTier:
         is missing or has a foreign value. Blocks with other errors are omitted.
         """
         commands: list[Command] = [
-            ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD)
-            for prefix_hash in prefix_hashes
+            ("GETRANGE", *self._seal.keys(prefix_hash, 0), *HEAD) for prefix_hash in prefix_hashes
         ]
         heads = self._ask(commands, _SMALL_COMMANDS)
         if heads is None:
             return None
         return {
-            prefix_hash: keys_of(self._space, prefix_hash, value_bytes_at(self._seal, head))
+            prefix_hash: self._seal.keys(prefix_hash, value_bytes_at(self._seal, head))
             if head and isinstance(head, bytes)
             else []
             for prefix_hash, head in zip(prefix_hashes, heads, strict=True)

@@ -1,8 +1,11 @@
 """Redis values of a block: its record and a keyed MAC, in pieces of at most 1 MiB.
 
     value = header (tiers/record.py) + payload + MAC
-    keys    kvb:{space, 16 hex digits}:{prefix hash, hex}        first piece
-            kvb:{...}:{...}:1, :2 and so on                      further pieces
+    keys    kvb:{space, 16 hex digits}:{id of the secret, 8 hex digits}:{prefix hash, hex}
+            and the same with :1, :2 and so on for further pieces
+
+Without a secret, "open" takes the place of its id. Machines with different secrets therefore never
+find, replace or delete each other's values.
 
 The MAC is BLAKE2b over header and payload, keyed with a shared secret. A client without the secret
 can delete a value but not forge one. A value copied from another block, space or tenant does not
@@ -23,7 +26,6 @@ __all__ = [
     "HEAD",
     "PIECE_BYTES",
     "Seal",
-    "keys_of",
     "piece_lengths",
     "pieces_of",
     "stored_bytes",
@@ -47,6 +49,12 @@ class Seal:
     def __init__(self, space: bytes, secret: str | None) -> None:
         self._space = space
         self._key = None if secret is None else _mac_key(secret)
+        self._prefix = f"kvb:{space[:8].hex()}:{'open' if self._key is None else _id_of(self._key)}"
+
+    def keys(self, prefix_hash: bytes, value_bytes: int) -> list[str]:
+        """Return the keys for the pieces of a value of `value_bytes`, in order."""
+        first = f"{self._prefix}:{prefix_hash.hex()}"
+        return [first, *(f"{first}:{index}" for index in range(1, -(-value_bytes // PIECE_BYTES)))]
 
     @property
     def mac_bytes(self) -> int:
@@ -96,6 +104,10 @@ def _mac_key(secret: str) -> bytes:
     ).digest()
 
 
+def _id_of(key: bytes) -> str:
+    return hashlib.blake2b(key, digest_size=4, person=b"kvboost-edge id").hexdigest()
+
+
 def stored_bytes(seal: Seal, address: BlockAddress, payload_bytes: int) -> int:
     """Return the length of a block's value, in bytes."""
     return header_bytes(len(address.tokens) // 4) + payload_bytes + seal.mac_bytes
@@ -123,9 +135,3 @@ def pieces_of(value: bytes) -> list[memoryview]:
     ends = list(itertools.accumulate(piece_lengths(len(value))))
     view = memoryview(value)
     return [view[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def keys_of(space: bytes, prefix_hash: bytes, value_bytes: int) -> list[str]:
-    """Return the keys for the pieces of a value of `value_bytes`, in order."""
-    first = f"kvb:{space[:8].hex()}:{prefix_hash.hex()}"
-    return [first, *(f"{first}:{index}" for index in range(1, -(-value_bytes // PIECE_BYTES)))]

@@ -224,27 +224,21 @@ def test_lost_or_damaged_records_only_cost_time(model, server, client, what, num
         ), "the missing records must be stored again"
 
 
-def test_records_under_another_secret_are_refused(model, server, client, monkeypatch):
-    """A hybrid's states are refused as well, even after their blocks were stored again under the
-    new secret.
-    """
+def test_records_under_another_secret_are_neither_found_nor_changed(
+    model, server, client, monkeypatch
+):
     keys = model.fill(server)
-    if model.states:
-        client.delete(*(key for number, key in keys.items() if number > 0))
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "some other secret of somebody")
     with model.engine(server) as two:
-        assert two.generate(TOKENS, max_new_tokens=1).cached_tokens == 0
-        assert redis_of(two)["refused"] == (0 if model.states else 1)
-    assert set(client.keys("*")) == {key.encode() for key in keys.values()}
-    if model.states:
-        with model.engine(server) as three:
-            result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
-            assert (result.cached_tokens, result.matched_tokens, redis_of(three)["refused"]) == (
-                0,
-                144,
-                2,
-            )
-            assert tuple(result.output_token_ids) == model.answer
+        assert two.generate(TOKENS, max_new_tokens=1, snapshot_hints=HINTS).cached_tokens == 0
+        assert redis_of(two)["refused"] == 0
+    assert {key.encode() for key in keys.values()} < set(client.keys("*"))
+    assert len(client.keys("*")) == 2 * len(keys)
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
+    with model.engine(server) as three:
+        result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
+        assert (result.hit_tokens, redis_of(three)["refused"]) == ({"pool": 0, "redis": 144}, 0)
+        assert tuple(result.output_token_ids) == model.answer
 
 
 @pytest.mark.parametrize("when", ["before", "once the blocks are read"])

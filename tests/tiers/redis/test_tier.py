@@ -114,7 +114,7 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
     tier, blocks, payloads = filled(server.url, 3, 3 * MIB)
     unknown, _ = chain(1, seed=9)
     tier.drop([blocks[0].prefix_hash, unknown[0].prefix_hash, blocks[2].prefix_hash])
-    assert {key.split(":")[2] for key in stored_keys(client)} == {blocks[1].prefix_hash.hex()}
+    assert {key.split(":")[3] for key in stored_keys(client)} == {blocks[1].prefix_hash.hex()}
     assert reads(tier, blocks, payloads) == 0
 
 
@@ -174,7 +174,7 @@ def damages():
 
 
 @pytest.mark.parametrize("name", damages())
-def test_an_invalid_value_is_a_miss_and_rewritten(name, server, client):
+def test_an_invalid_value_is_a_miss_and_rewritten(name, server, client, caplog):
     tier, blocks, payloads = filled(server.url, 2, 3 * MIB)
     by_block = [
         [key for key in stored_keys(client) if block.prefix_hash.hex() in key] for block in blocks
@@ -182,12 +182,31 @@ def test_an_invalid_value_is_a_miss_and_rewritten(name, server, client):
     damages()[name](client, *by_block)
     assert reads(tier, blocks, payloads) == 0
     assert tier.stat().refused == 1
+    assert caplog.text.count("is damaged or was not written with this secret") == 1
     assert not client.exists(*by_block[0])
     tier.read(
         blocks[1:], [memoryview(bytearray(3 * MIB))]
     )  # those that were swapped with it are lost as well
     assert tier.write(blocks, payloads) == 2
     assert reads(tier, blocks, payloads) == 2
+    client.set(by_block[1][0], b"garbage")
+    assert reads(tier, blocks, payloads) == 1
+    assert caplog.text.count("is damaged or was not written") == 1, "one warning must be enough"
+
+
+@pytest.mark.parametrize("other", [{"secret": "another secret of somebody"}, {"secret": None}])
+def test_secrets_are_isolated(server, client, caplog, other):
+    """Machines with different secrets neither find nor delete each other's blocks."""
+    tier, blocks, payloads = filled(server.url, 2, 3 * MIB)
+    neighbour = opened(server.url, trust=other["secret"] is None, **other)
+    assert neighbour.ask(hashes_of(blocks)) == [False, False]
+    assert reads(neighbour, blocks, payloads) == 0
+    assert neighbour.write(blocks, payloads) == 2
+    neighbour.drop(hashes_of(blocks[:1]))
+    assert reads(tier, blocks, payloads) == 2
+    assert reads(neighbour, blocks[1:], payloads[1:]) == 1
+    assert (tier.stat().refused, neighbour.stat().refused) == (0, 0)
+    assert caplog.records == []
 
 
 def test_an_oversized_value_is_not_fetched(server, client):

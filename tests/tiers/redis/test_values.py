@@ -1,6 +1,7 @@
 """A sealed value opens only for its own block, and its chunks are of bounded length."""
 
 import random
+import re
 
 import pytest
 
@@ -8,7 +9,6 @@ from helpers.tiers.redis_cases import SECRET, SPACE, chain
 from kvboost_edge.tiers.redis.values import (
     PIECE_BYTES,
     Seal,
-    keys_of,
     piece_lengths,
     pieces_of,
     stored_bytes,
@@ -84,16 +84,20 @@ def test_pieces_of_half_to_one_mebibyte_form_the_value(length):
     pieces = pieces_of(value)
     assert b"".join(pieces) == value
     assert [len(piece) for piece in pieces] == piece_lengths(length)
-    assert len(keys_of(SPACE, bytes(32), length)) == len(pieces)
+    assert len(Seal(SPACE, SECRET).keys(bytes(32), length)) == len(pieces)
     assert len(pieces) == 1 or all(
         PIECE_BYTES // 2 <= len(piece) <= PIECE_BYTES for piece in pieces
     )
 
 
-def test_keys_name_space_block_and_piece():
-    keys = keys_of(SPACE, b"\xab" * 32, 2 * PIECE_BYTES + 1)
-    first = f"kvb:0001020304050607:{'ab' * 32}"
+def test_keys_name_space_secret_block_and_piece():
+    keys = Seal(SPACE, None).keys(b"\xab" * 32, 2 * PIECE_BYTES + 1)
+    first = f"kvb:0001020304050607:open:{'ab' * 32}"
     assert keys == [first, f"{first}:1", f"{first}:2"]
+    ids = [Seal(SPACE, secret).keys(bytes(32), 1)[0].split(":")[2] for secret in (SECRET, "other")]
+    assert all(re.fullmatch("[0-9a-f]{8}", one) for one in ids)
+    assert len({*ids}) == 2
+    assert Seal(OTHER_SPACE, SECRET).keys(bytes(32), 1)[0].split(":")[2] == ids[0]
 
 
 def test_an_absurd_length_is_rejected():
