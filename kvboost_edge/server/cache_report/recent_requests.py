@@ -84,6 +84,7 @@ class RequestRecord:
             slot; -1 for none.
         num_shareable: number of leading tokens whose KV is shared, see `shareable_end`.
         diagnosis: cache-miss report, once the request has ended.
+        serial: number of the record, in the order of creation.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class RequestRecord:
     slot: int = -1
     num_shareable: int = ALL_TOKENS
     diagnosis: Diagnosis | None = None
+    serial: int = dataclasses.field(default_factory=itertools.count().__next__, init=False)
     _digests: list[bytes] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -276,9 +278,8 @@ class History:
         Each record comes with the length of the common prefix in tokens. The longest prefixes come
         first, and among equal ones the latest record.
         """
-        earlier = list(
-            itertools.takewhile(lambda kept: kept.record is not record, self.kept.values(tenant))
-        )
+        # The record itself may have been dropped, so it does not mark a place among the others.
+        earlier = [kept for kept in self.kept.values(tenant) if kept.record.serial < record.serial]
         others = (kept.record for kept in reversed(earlier) if kept.salt == salt)
         alike = [(other, count) for other in others if (count := other.common(record))]
         return sorted(alike, key=lambda one: -one[1])
