@@ -19,6 +19,7 @@ def read(path):
 
 WORKFLOWS = {path.stem: read(path) for path in sorted((FOLDER / "workflows").glob("*.yml"))}
 JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
+CALLED = "./.github/workflows/"
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 FORMS = sorted((FOLDER / "ISSUE_TEMPLATE").glob("*.yml"))
 # Jobs that may write something, and what.
@@ -28,13 +29,14 @@ WRITES = {
     ("container", "publish"): {"attestations", "id-token", "packages"},
     ("release", "attest"): {"attestations", "id-token"},
     ("release", "github-release"): {"contents"},
+    ("release", "image"): {"attestations", "id-token", "packages"},
     ("release", "publish"): {"id-token"},
 }
 PINNED = re.compile(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
 
 
 def steps(name, job):
-    return WORKFLOWS[name]["jobs"][job]["steps"]
+    return WORKFLOWS[name]["jobs"][job].get("steps", ())  # none if it calls a workflow
 
 
 RUNS = [step["run"] for name, job in JOBS for step in steps(name, job) if "run" in step]
@@ -71,13 +73,15 @@ def test_few_jobs_may_write():
 
 @pytest.mark.parametrize(("name", "job"), JOBS)
 def test_every_job_ends(name, job):
-    assert WORKFLOWS[name]["jobs"][job]["timeout-minutes"] <= 360
+    found = WORKFLOWS[name]["jobs"][job]
+    assert found.get("timeout-minutes", 361) <= 360 or found["uses"].startswith(CALLED)
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_actions_are_pinned_by_commit(name):
     text = (FOLDER / "workflows" / f"{name}.yml").read_text(encoding="utf-8")
     used = [line.strip().removeprefix("- ") for line in text.splitlines() if "uses:" in line]
+    used = [line for line in used if not line.startswith(f"uses: {CALLED}")]
     assert used
     assert [line for line in used if not PINNED.fullmatch(line)] == []
 
@@ -174,6 +178,17 @@ def test_only_tags_start_a_release():
     assert WORKFLOWS["container"]["jobs"]["push"]["if"] == "github.ref_type == 'tag'"
 
 
+def test_an_image_is_published_only_after_the_checks_of_the_release():
+    container = WORKFLOWS["container"]
+    assert container["on"]["push"] == {"branches": ["main"]}
+    assert "workflow_call" in container["on"]
+    # A called workflow with the caller's group would wait for the caller, which waits for it.
+    assert "github.workflow" not in container["concurrency"]["group"]
+    image = WORKFLOWS["release"]["jobs"]["image"]
+    assert image["uses"] == f"{CALLED}container.yml"
+    assert "make release-check" in [step.get("run") for step in steps("release", image["needs"])]
+
+
 def test_inputs_of_others_reach_no_shell():
     """An expression inside a script would be run as part of it."""
     assert [run for run in RUNS if "${{" in run] == []
@@ -194,16 +209,17 @@ def test_a_form_asks_for_what_it_needs(path):
 
 def test_dependabot_watches_files_that_exist():
     files = {
-        "docker": "Dockerfile",
-        "docker-compose": "compose.yaml",
-        "github-actions": ".github/workflows",
-        "pip": "constraints.txt",
+        "docker": {"Dockerfile"},
+        "docker-compose": {"compose.yaml"},
+        "github-actions": {".github/workflows"},
+        "pip": {"constraints.txt", "requirements.txt"},
     }
     updates = read(FOLDER / "dependabot.yml")["updates"]
     assert {one["package-ecosystem"] for one in updates} == set(files)
     for one in updates:
-        folder = ROOT / one["directory"].strip("/")
-        assert (folder / files[one["package-ecosystem"]]).exists()
+        for directory in one.get("directories") or [one["directory"]]:
+            folder = ROOT / directory.strip("/")
+            assert any((folder / name).exists() for name in files[one["package-ecosystem"]])
 
 
 def test_the_contributing_guide_lists_every_workflow():
