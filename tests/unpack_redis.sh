@@ -6,11 +6,19 @@ folder="$(mkdir -p "$1/archives/partial" && cd "$1" && pwd)"
 
 fetch() {
     apt-get install -qq -y --no-install-recommends --download-only \
-        -o Debug::NoLocking=1 -o Dir::Cache="$folder" redis-tools >"$folder/log" 2>&1
+        -o Debug::NoLocking=1 -o Dir::Cache="$folder" "$@" redis-tools >"$folder/log" 2>&1
 }
 
-fetch || { [ "$(id -u)" -eq 0 ] && apt-get update -qq >/dev/null 2>&1 && fetch; } || { cat "$folder/log" >&2; exit 1; }
+# The machine's package lists may be missing or old. Lists of our own need no root.
+refresh() {
+    lists="$folder/lists"
+    mkdir -p "$lists/partial"
+    apt-get update -qq -o Debug::NoLocking=1 -o Dir::State::lists="$lists" -o Dir::Cache="$folder" \
+        >"$folder/log" 2>&1
+}
+
+fetch || { refresh && fetch -o Dir::State::lists="$lists"; } || { cat "$folder/log" >&2; exit 1; }
 for package in "$folder"/archives/*.deb; do
     dpkg -x "$package" "$folder"
 done
-rm -rf "$folder/archives" "$folder"/*.bin "$folder/log"
+rm -rf "$folder/archives" "$folder/lists" "$folder"/*.bin "$folder/log"
