@@ -259,7 +259,7 @@ def _block_stats(parts: EngineParts, scheduler: Scheduler) -> dict[str, Any]:
     used = manager.used_block_count
     cached = manager.cached_block_count
     hot = manager.published_block_count
-    open_tails = sum(s.blocks.num_unchained_tokens(manager.block_size) for s in scheduler.running)
+    private = _unpublished_tokens(manager, scheduler)
     return {
         "occupied_blocks": used + cached,
         "cache_utilization": (used + cached) / manager.num_blocks,
@@ -280,8 +280,25 @@ def _block_stats(parts: EngineParts, scheduler: Scheduler) -> dict[str, Any]:
         "retained_blocks": manager.pins.num_retained,
         **parts.memory_report.snapshot(),
         "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
-        "tokens_held": hot * manager.block_size + open_tails,
+        "tokens_held": hot * manager.block_size + sum(private.values()),
     }
+
+
+def _unpublished_tokens(manager: KVCacheManager, scheduler: Scheduler) -> dict[int, int]:
+    """Return the number of computed tokens in each block that is not published, by id."""
+    found: dict[int, int] = {}
+    size = manager.block_size
+    for sequence in scheduler.running:
+        table = sequence.blocks
+        is_private = [not manager.has_entry(block_id) for block_id in table.block_ids]
+        if True not in is_private:
+            continue
+        for entry in table.entries(size, is_private.index(True)):
+            if not manager.has_entry(entry.block_id):
+                stop = min(entry.valid_to, table.num_computed_tokens)
+                computed = max(0, stop - entry.first_position)
+                found[entry.block_id] = max(computed, found.get(entry.block_id, 0))
+    return found
 
 
 def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:

@@ -219,6 +219,10 @@ class PoolUsage:
         """Return the number of references on a block."""
         return self._pool.ref_count(block_id)
 
+    def has_entry(self, block_id: int) -> bool:
+        """Return whether a block is published, which implies that it is full."""
+        return self._index.entry(block_id) is not None
+
     def block_state(self, block_id: int) -> int:
         """Return `BLOCK_FREE`, `BLOCK_CACHED`, `BLOCK_REFERENCED` or `BLOCK_SHARED`.
 

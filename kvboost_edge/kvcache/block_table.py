@@ -279,20 +279,13 @@ class BlockTable:
         )
         return whole // block_size
 
-    def num_unchained_tokens(self, block_size: int) -> int:
-        """Return the number of computed tokens after the leading full blocks."""
-        return (
-            self.num_computed_tokens
-            - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
-        )
-
-    def entries(self, block_size: int) -> list[TableEntry]:
-        """Return all blocks of the table with the positions that they serve."""
+    def entries(self, block_size: int, first_index: int = 0) -> list[TableEntry]:
+        """Return the blocks from `first_index` on with the positions that they serve."""
         stops = [segment.valid_from for segment in self.segments[1:]] + [self.num_slots(block_size)]
         ends = [segment.first_index for segment in self.segments[1:]] + [len(self.block_ids)]
         found: list[TableEntry] = []
         for segment, stop, end in zip(self.segments, stops, ends, strict=True):
-            for index in range(segment.first_index, end):
+            for index in range(max(segment.first_index, first_index), end):
                 first = segment.first_position + (index - segment.first_index) * block_size
                 valid = max(first, segment.valid_from), min(first + block_size, stop)
                 found.append(TableEntry(self.block_ids[index], first, *valid, segment.delta))

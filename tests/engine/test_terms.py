@@ -11,6 +11,7 @@ import pytest
 
 from helpers.clocks import give_clock
 from helpers.engine.fake_runner import (
+    POISON,
     Bench,
     checked,
     fake_engine,
@@ -19,9 +20,12 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from helpers.raising import assert_raises
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine import core
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.stats import block_details, paged_stats
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
+from kvboost_edge.reuse.recompute import Repair
 
 PROMPT = list(range(60, 100))
 
@@ -276,13 +280,40 @@ def test_running_and_waiting_counts_of_a_busy_engine():
         assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (0, 0, 0)
 
 
+def stored_tokens(bench):
+    """Count the slots with KV in blocks that are published or that sequences hold."""
+    manager = bench.manager
+    held = {block for one in bench.scheduler.running for block in one.blocks.block_ids}
+    cached = {block for block in range(manager.num_blocks) if manager.has_entry(block)}
+    return int((bench.parts.backend.tokens[[*held | cached]] != POISON).sum())
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_tokens_held_counts_each_stored_token_once(mode):
+    bench = Bench(40, max_batch_tokens=30)
+    # Other strategies score reused text, which stores KV of tokens that are not computed yet.
+    reuses = mode is GenerationMode.CHUNK_KV_REUSE
+    repair = Repair(strategy=RecomputeStrategy.NONE) if reuses else None
+    text = list(range(100, 164))
+    bench.ask([*range(30), *text], 2, terms={"max_draft_tokens": 0})
+    for prompt in ([*range(60), *text], [*range(20), *text, 9], [*range(40)], [*range(40)]):
+        bench.submit(prompt, 20, mode, repair=repair, terms={"max_draft_tokens": 0})
+    had_spans = []
+    while bench.step():
+        stats = paged_stats(
+            bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering, bench.core.step_times
+        )
+        assert stats["tokens_held"] == stored_tokens(bench)
+        had_spans.append(any(one.blocks.spans for one in bench.scheduler.running))
+    assert any(had_spans) == reuses
+    assert len(had_spans) > 20
+
+
 def test_block_details_report_tokens_and_references():
     bench = Bench(8, max_batch_tokens=64)
     bench.ask(list(range(40)), 8)
     bench.submit(list(range(40)), 8)
     bench.step()
-    from kvboost_edge.engine.stats import block_details
-
     details = block_details(bench.parts, bench.scheduler, 100)
     assert len(details) == 8
     table = bench.scheduler.running[0].table
