@@ -45,12 +45,22 @@ class Cleaner:
     def make_room(self, nbytes: int) -> bool:
         """Delete segments until a new segment of `nbytes` fits, and return whether it does."""
         while self._excess(nbytes) > 0:
-            if self._room.take_from_others():
-                continue
-            victim = self._emptiest()
-            if victim is None:
+            if not self.shrink():
                 return False
-            self._delete(victim)
+        return True
+
+    def shrink(self) -> bool:
+        """Delete a segment, the emptiest one of this space if no other space has one to spare.
+
+        Returns:
+            False if no segment could be deleted.
+        """
+        if self._room.take_from_others():
+            return True
+        victim = self._emptiest()
+        if victim is None:
+            return False
+        self._delete(victim)
         return True
 
     def keep_room(self, nbytes: int, *, copies: int) -> None:

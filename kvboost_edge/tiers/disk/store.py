@@ -28,7 +28,7 @@ from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
 from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
 from kvboost_edge.tiers.disk.segment_sealing import Sealer
 from kvboost_edge.tiers.disk.sidecar import padded, read_file
-from kvboost_edge.tiers.disk.system_calls import Files, passes
+from kvboost_edge.tiers.disk.system_calls import Files, is_full, passes
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
 __all__ = ["FOLLOW_S", "SEGMENT_BYTES", "Store"]
@@ -378,7 +378,13 @@ class Store:
                 return f"another process is making room in {self.directory.path.parent}"
             if not self.cleaner.make_room(size):
                 return self.room.why_none()
-            self._segments.begin(size)
+            try:
+                self._segments.begin(size)
+            except OSError as error:
+                # The free space of the file system does not show a quota.
+                if not is_full(error) or not self.cleaner.shrink():
+                    raise
+                self._segments.begin(size)
         self.cleaner.keep_room(size, copies=min(size // 2, size - nbytes))
         return ""
 

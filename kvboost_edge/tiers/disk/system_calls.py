@@ -19,7 +19,7 @@ from pathlib import Path
 from kvboost_edge.host.atomic_files import is_open, replace_file
 from kvboost_edge.host.file_lock import try_lock
 
-__all__ = ["CHANGE", "NEW", "READ", "WRITE", "Files", "passes", "transferred"]
+__all__ = ["CHANGE", "NEW", "READ", "WRITE", "Files", "is_full", "passes", "transferred"]
 
 READ = os.O_RDONLY
 CHANGE = os.O_RDWR
@@ -212,6 +212,11 @@ class Files:
     def lock(self, handle: int) -> bool:
         """Lock an open file until it is closed. Return False if it is already locked."""
         return try_lock(handle)
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether an operation failed because the device or the user's quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def passes(error: OSError) -> bool:

@@ -134,6 +134,26 @@ def test_writes_resume_after_a_full_or_broken_disk(tmp_path, code, caplog):
         assert read(tier, KEPT) == len(KEPT)
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_old_segments_are_deleted_when_a_quota_is_reached(tmp_path, code, caplog):
+    """The quota holds eight segments, and the free space of the file system does not show it."""
+
+    class Quota(FaultyFiles):
+        def allocate(self, handle, nbytes):
+            if sum(path.stat().st_size for path in segments(tmp_path)) + nbytes > 8 * (64 << 10):
+                raise OSError(code, "full")
+            super().allocate(handle, nbytes)
+
+    with opened(tmp_path, files=Quota()) as tier:
+        for blocks in BLOCKS:
+            assert write(tier, blocks, LARGE) == len(blocks)
+            assert read(tier, blocks, LARGE) == len(blocks)
+        stat = tier.stat()
+        assert (stat.writable, stat.state, stat.not_written) == (True, "", 0)
+        assert stat.evicted > 0
+    assert caplog.records == []
+
+
 def test_an_unreadable_block_is_a_miss_and_dropped(tmp_path):
     files = FaultyFiles(names=("read",))
     with opened(tmp_path, files=files) as tier:
