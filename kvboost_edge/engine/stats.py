@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.engine.memory.state_budget import most_draft_tokens
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
-from kvboost_edge.kvcache.manager import BLOCK_CACHED
 from kvboost_edge.tiers.base import TierStats
 
 if TYPE_CHECKING:
@@ -388,16 +387,11 @@ def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[
     Only computed tokens are counted in a partly filled block.
     """
     manager = parts.manager
-    size = manager.block_size
-    filled: dict[int, int] = {}
-    for sequence in scheduler.running:
-        computed = sequence.blocks.num_computed_tokens
-        for entry in sequence.blocks.entries(size):
-            filled[entry.block_id] = max(0, min(entry.valid_to, computed) - entry.first_position)
+    private = _unpublished_tokens(manager, scheduler)
     return [
         BlockDetail(
             state,
-            filled.get(block_id, size if state == BLOCK_CACHED else 0),
+            manager.block_size if manager.has_entry(block_id) else private.get(block_id, 0),
             manager.ref_count(block_id),
         )
         for block_id, state in enumerate(block_map(parts, scheduler)[: max(0, limit)])

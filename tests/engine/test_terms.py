@@ -322,6 +322,14 @@ def test_block_details_report_tokens_and_references():
     bench.run()
 
 
+def test_block_details_of_an_idle_engine_report_the_tokens_of_pinned_blocks():
+    bench = Bench(8)
+    bench.ask(list(range(40)), 2, pin=True)
+    bench.ask(list(range(100, 120)), 2)
+    details = block_details(bench.parts, bench.scheduler, 8)
+    assert sorted(details) == [(0, 0, 0)] * 5 + [(1, 16, 0)] + [(2, 16, 1)] * 2
+
+
 def test_a_dead_engine_reports_its_failure(monkeypatch):
     from kvboost_edge.kvcache.manager import KVCacheManager
 
