@@ -5,6 +5,7 @@ The special markers of a model are detected from its chat template, see text/tur
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,11 +41,13 @@ def template_inputs(
 ) -> tuple[list[Json], list[Json] | None]:
     """Return the messages and tools to render with the chat template.
 
-    If the template does not show tools, the returned messages describe them instead.
+    Leading system messages become one, because many templates accept only one. If the template does
+    not show tools, the returned messages describe them instead.
 
     Raises:
         ApiError: the template writes tool calls in an unknown format (400).
     """
+    messages = _with_one_system(messages)
     if not tools and not any(
         message["role"] == "tool" or "tool_calls" in message for message in messages
     ):
@@ -53,6 +56,15 @@ def template_inputs(
         return messages, tools
     written = [_as_written(tokenizer, message, find_answer) for message in messages]
     return with_tools_described(written, tools or [], system=_takes_system(tokenizer)), None
+
+
+def _with_one_system(messages: list[Json]) -> list[Json]:
+    """Merge the leading system messages."""
+    leading = list(itertools.takewhile(lambda one: one["role"] == "system", messages))
+    if len(leading) < 2:
+        return messages
+    text = "\n\n".join(one["content"] for one in leading)
+    return [{**leading[0], "content": text}, *messages[len(leading) :]]
 
 
 def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:

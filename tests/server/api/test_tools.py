@@ -142,6 +142,49 @@ async def test_a_truncated_call_can_be_sent_back(app, speaker, form, path):
     assert seen[0] == seen[1] != []
 
 
+def _messages(*sent):
+    return [{"role": role, "content": content} for role, content in sent]
+
+
+LEADING = _messages(("system", "Be brief."), ("developer", "Be kind."), ("system", "It is noon."))
+MERGED = _messages(("system", "Be brief.\n\nBe kind.\n\nIt is noon."))
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("form", ["hermes", "words"], indirect=True)
+async def test_leading_system_messages_become_one(app, speaker, form, tools):
+    """Many templates accept only one. Later ones keep their places."""
+    later = [*ASK, *_messages(("system", "It is one."), ("system", "It is two."), ("user", "x"))]
+    seen = []
+    for path, place in (("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        api = APIS[path]
+        for messages in ([*LEADING, *later], [*MERGED, *later]):
+            answer = await api.ask(app, {**api.body(tools=tools), place: messages})
+            assert api.said(answer).text == "Good day."
+            seen.append(speaker.seen)
+    assert seen == [seen[0]] * 4
+    if tools is None:
+        expected = app.engine.tokenizer.encode_chat([*MERGED, *later])
+        assert seen[0][: len(expected)] == expected
+    body = {"messages": [*LEADING, *later], "tools": tools}
+    shown = (await app.post("/apply-template", json=body)).json()["prompt"]
+    assert MERGED[0]["content"] in shown
+    assert (await app.post("/tokenize", json=body)).json()["count"] == len(
+        app.engine.tokenizer.encode(shown, False)
+    )
+
+
+async def test_leading_system_messages_suit_a_template_that_accepts_one(app, speaker):
+    app.engine.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+    )
+    assert API.said(await ask(app, messages=[*LEADING, *ASK], tools=None)).text == "Good day."
+    answer = await app.post(API.path, json={"messages": [*LEADING, *ASK, *LEADING]})
+    assert (answer.status_code, "at the beginning" in answer.text) == (400, True)
+
+
 async def test_tokenize_and_warm_include_tools(app, speaker):
     plain = (await app.post("/tokenize", json={"messages": ASK})).json()["count"]
     with_tools = (await app.post("/tokenize", json={"messages": ASK, "tools": TOOLS})).json()[

@@ -80,8 +80,6 @@ def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) ->
     """Convert items to chat messages.
 
     Consecutive reasoning, text and tool calls of the assistant, in this order, form one message.
-    Leading system and developer messages are appended to the instructions, because many templates
-    accept only one system message.
 
     Raises:
         ApiError: a tool result has no call before it (400).
@@ -101,7 +99,7 @@ def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) ->
             )
             open_turn = None
         elif item["type"] == "message" and item["role"] != "assistant":
-            _add(messages, item["role"], text_of(item["content"]))
+            messages.append({"role": item["role"], "content": text_of(item["content"])})
             open_turn = None
         else:
             if open_turn is None or not _goes_on(open_turn, item):
@@ -112,14 +110,6 @@ def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) ->
         if message["role"] == "assistant" and not message.get("tool_calls"):
             message.setdefault("content", "")
     return messages
-
-
-def _add(messages: list[Json], role: str, text: str) -> None:
-    system = ("system", "developer")
-    if role in system and len(messages) == 1 and messages[0]["role"] in system:
-        messages[0]["content"] += f"\n\n{text}"
-    else:
-        messages.append({"role": role, "content": text})
 
 
 def _goes_on(turn: Json, item: Mapping[str, Any]) -> bool:
