@@ -5,8 +5,12 @@ request recorded from Codex.
 import json
 from pathlib import Path
 
+import pytest
+
 from helpers.server.compat_apis import APIS, lasting
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
+from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
+from kvboost_edge.server.api.compat.responses.translate import messages_of
 from kvboost_edge.server.work.stored_responses import StoredResponse
 
 API = APIS["/v1/responses"]
@@ -109,6 +113,29 @@ async def test_an_item_cannot_be_referred_to_twice(app, speaker):
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     twice = await app.post(PATH, json={"input": [*ASK, reference, reference]})
     assert (twice.status_code, reference["id"] in twice.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("item", "thought"),
+    [
+        ({"summary": ["One.", "Two."]}, "One.\nTwo."),
+        ({"summary": ["One."], "content": []}, "One."),
+        ({"summary": ["One."], "content": ["Two.", "Three."]}, "Two.\nThree."),
+        ({"summary": []}, None),
+    ],
+)
+def test_a_summary_stands_for_missing_reasoning(item, thought):
+    """Other servers send only a summary."""
+    kinds = {"summary": "summary_text", "content": "reasoning_text"}
+    parts = {
+        name: [{"type": kinds[name], "text": text} for text in texts]
+        for name, texts in item.items()
+    }
+    said = {"role": "assistant", "content": "Yes."}
+    body = ResponseRequest.model_validate({"input": [{"type": "reasoning", **parts}, said]})
+    (message,) = messages_of(None, body.input)
+    assert (message["content"], message.get("reasoning_content")) == ("Yes.", thought)
+    assert body.size == len("Yes.") + len(thought or "")
 
 
 async def test_a_streamed_response_is_stored(app, speaker):

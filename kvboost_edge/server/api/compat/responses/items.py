@@ -51,7 +51,7 @@ def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
 
 def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of characters in the texts of all items."""
-    parts = sum(len(text_of(item.get("content") or ())) for item in items)
+    parts = sum(len(text_of(item.get("content") or item.get("summary") or ())) for item in items)
     return parts + sum(
         len(item.get("arguments", "")) + len(item.get("output", "")) for item in items
     )

@@ -130,7 +130,7 @@ def _extend(turn: Json, item: Mapping[str, Any], called: set[str]) -> None:
             {"id": item["call_id"], "type": "function", "function": function}
         )
     elif item["type"] == "reasoning":
-        if thought := text_of(item["content"]):
+        if thought := text_of(item["content"] or item["summary"]):
             turn["reasoning_content"] = "\n".join(
                 filter(None, (turn.get("reasoning_content"), thought))
             )
