@@ -353,7 +353,13 @@ class Tiering(NoTiers):
             return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._io_thread.room)
         oldest = list(itertools.islice(self._unsaved, most))
-        found = {block_id: self._manager.content.address(block_id) for block_id in oldest}
+        content = self._manager.content
+        # A reset may have dropped a block, whose id then belongs to a block that stays in the pool.
+        found = {
+            block_id: content.address(block_id)
+            for block_id in oldest
+            if content.leaves_pool(block_id)
+        }
         for block_id in oldest:
             del self._unsaved[block_id]
         self._save(

@@ -249,6 +249,24 @@ def test_blocks_computed_while_a_tier_was_read_only_are_stored_later(kind):
     assert len(tier.blocks) == num_records(kind)
 
 
+def test_reused_blocks_that_must_stay_inside_are_not_stored(kind):
+    """The blocks of a prompt wait to be stored, a reset drops them, and another prompt whose blocks
+    no tier may store gets the same ones.
+    """
+    tier = DictTier()
+    bench = kind.bench(8, tiers=[tier])
+    tier.writable = False
+    bench.ask(PROMPT, 1)
+    bench.manager.reset()
+    bench.manager.content.keep_inside(bench.parts.root)
+    bench.ask([*range(100, 170)], 1)
+    tier.writable = True
+    while bench.core.tiering.save_more():
+        pass
+    bench.io_thread.pump()
+    assert tier.blocks == {}
+
+
 def test_a_failed_write_is_retried_later(tmp_path):
     now = [0.0]
     files = FaultyFiles()
