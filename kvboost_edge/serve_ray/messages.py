@@ -72,6 +72,7 @@ class Description(NamedTuple):
         sampling_defaults: The model's default sampling parameters.
         speculates: True if requests use draft tokens unless they set `speculation`.
         reuse_refusal: Reason why the model does not support non-prefix KV reuse; None if it does.
+        generates: Whether the model generates text; False for an embedding model.
         embedding_size: Length of an embedding; 0 if embeddings are not supported.
         default_reuse_refusal: Reason why non-prefix KV reuse with default options is not supported;
             None if it is.
@@ -86,6 +87,7 @@ class Description(NamedTuple):
     sampling_defaults: SamplingDefaults
     speculates: bool
     reuse_refusal: str | None
+    generates: bool
     embedding_size: int
     default_reuse_refusal: str | None
 

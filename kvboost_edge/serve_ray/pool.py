@@ -124,6 +124,10 @@ class ReplicatedEngine:
         return self._about.default_reuse_refusal
 
     @property
+    def generates(self) -> bool:
+        return self._about.generates
+
+    @property
     def embedding_size(self) -> int:
         return self._about.embedding_size
 

@@ -356,6 +356,7 @@ class EngineReplica:
             sampling_defaults=engine.sampling_defaults,
             speculates=engine.speculates,
             reuse_refusal=engine.reuse_refusal,
+            generates=engine.generates,
             embedding_size=engine.embedding_size,
             default_reuse_refusal=engine.default_reuse_refusal,
         )

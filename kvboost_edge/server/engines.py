@@ -75,6 +75,9 @@ class Engine(StatsProvider, Protocol):
     def default_reuse_refusal(self) -> str | None: ...
 
     @property
+    def generates(self) -> bool: ...
+
+    @property
     def embedding_size(self) -> int: ...
 
     # Requests.

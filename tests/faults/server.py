@@ -142,7 +142,7 @@ _REQUESTS = (
     ),
     fault(
         "each of many inputs takes a place in the queue",
-        "server/api/routes/embeddings.py",
+        "server/api/embedding_requests.py",
         "min(len(estimates), state.admission.batch)",
         "len(estimates)",
         f"{_EMBEDDINGS}::test_the_maximum_number_of_inputs_is_answered_in_order",
@@ -326,7 +326,7 @@ _ISOLATION = (
     ),
     fault(
         "embeddings hit the cached prompts of other keys",
-        "server/api/routes/embeddings.py",
+        "server/api/embedding_requests.py",
         "                    tenant=admission.tenant,\n",
         "",
         f"{_TENANTS}::test_answers_reveal_nothing_of_other_keys_requests",

@@ -347,6 +347,20 @@ _COMPAT_APIS = (
         "tests/server/models/test_dialects.py::"
         "test_ollamas_durations_include_the_wait_for_the_model",
     ),
+    fault(
+        "Ollama: cuts off the end token of a text to embed",
+        "server/api/embedding_requests.py",
+        "return ids[: max(0, limit - len(end))] + end",
+        "return ids[:limit]",
+        f"{_EMBEDDINGS}::test_truncated_texts_keep_the_tokens_that_the_tokenizer_adds",
+    ),
+    fault(
+        "Ollama: shows an embedding model as a chat model",
+        "server/models/served.py",
+        "if not engine.generates:",
+        "if False:",
+        f"{_EMBEDDINGS}::test_truncated_texts_keep_the_tokens_that_the_tokenizer_adds",
+    ),
     # llama.cpp.
     fault(
         "llama.cpp: reports a stop string as the end token",

@@ -173,6 +173,11 @@ class Embeds:
         return self._embedding.pooling
 
     @property
+    def generates(self) -> bool:
+        """Whether the model generates text. False for an embedding model."""
+        return not self.pooling.source
+
+    @property
     def embedding_size(self) -> int:
         """Length of an embedding, or 0 if the runner returns no hidden states."""
         return self._embedding.size

@@ -98,6 +98,7 @@ BOUNDS: dict[str, Bound] = {
     "draft_p_min": _declared(Terms, "draft_p_min"),
     "position_offset": Bound(0, 2**24),
     "dimensions": Bound(1, 2**16),
+    "ollama_dimensions": Bound(0, 2**16),  # 0 returns all
     "top_n": Bound(1, 2**16),
     "anthropic_temperature": Bound(0, 1, integer=False),
     "budget_tokens": Bound(1, 2**24),

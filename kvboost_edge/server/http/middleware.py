@@ -66,6 +66,8 @@ ADMITTED_PATHS = frozenset(
         "/v1/responses",
         "/api/chat",
         "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
         "/api/show",
         "/completion",
         "/infill",

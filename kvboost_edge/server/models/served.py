@@ -205,6 +205,8 @@ def abilities_of(engine: Engine) -> tuple[str, ...]:
 
     Reads the chat template, which may take a while the first time.
     """
+    if not engine.generates:
+        return ("embedding",)
     if not engine.tokenizer.chat_template:
         return ("completion",)
     try:

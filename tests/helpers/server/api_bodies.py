@@ -31,6 +31,8 @@ ASKED: dict[str, Callable[[str], Json]] = {
         "options": {"num_predict": 2},
     },
     "/api/generate": lambda text: {"model": MODEL, "prompt": text, "options": {"num_predict": 2}},
+    "/api/embed": lambda text: {"model": MODEL, "input": text},
+    "/api/embeddings": lambda text: {"model": MODEL, "prompt": text},
     "/api/show": lambda text: {"model": MODEL},
     "/completion": lambda text: {"prompt": text, "n_predict": 2},
     "/infill": lambda text: {"input_prefix": text, "input_suffix": ".", "n_predict": 2},

@@ -73,7 +73,9 @@ def _answer(name, method):
         return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
     if method == "describe":
         nothing = None
-        return Description(name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, 0, None)
+        return Description(
+            name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None
+        )
     if method == "figures":
         return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3)
     return [ord(name)], [(1, 2, 3)]

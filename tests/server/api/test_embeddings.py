@@ -1,16 +1,17 @@
-"""Tests of /v1/embeddings and /v1/rerank with OpenAI's client against the engine, and of rejected
-input.
+"""Tests of /v1/embeddings, /v1/rerank and Ollama's /api/embed with clients of these APIs against the
+engine, and of rejected input.
 """
 
 import base64
 
 import numpy as np
+import ollama
 import openai
 import pytest
 from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 
-from helpers.models.embedding_models import DENSE, save_two_way_model
+from helpers.models.embedding_models import DENSE, make_embedding_model, save_two_way_model
 from helpers.models.tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form
@@ -104,6 +105,97 @@ def test_the_maximum_number_of_inputs_is_answered_in_order(server, client):
     some = [0, 1, 777, most - 1]
     assert (found[some] == server.engine.embed([inputs[number] for number in some])).all()
     assert server.idle()
+
+
+@pytest.fixture(scope="module")
+def ollama_client(server):
+    client = ollama.Client(server.base_url)
+    yield client
+    client.close()
+
+
+def test_ollamas_client_gets_the_vectors_of_the_engine(server, ollama_client):
+    name = name_of(server)
+    expected = server.engine.embed(TEXTS)
+    answer = ollama_client.embed(name, TEXTS, options={"temperature": 0})
+    assert (np.array(answer.embeddings, np.float32) == expected).all()
+    assert answer.prompt_eval_count == sum(
+        len(server.engine.tokenizer.encode(text)) for text in TEXTS
+    )
+    assert (answer.model, answer.total_duration > 0) == (name, True)
+    few = ollama_client.embed(f"{name}:latest", TEXTS[0], dimensions=5)
+    assert (
+        np.array(few.embeddings, np.float32) == server.engine.embed(TEXTS[:1], dimensions=5)
+    ).all()
+    older = ollama_client.embeddings(name, TEXTS[1])
+    assert (np.array(older.embedding, np.float32) == expected[1]).all()
+
+
+def test_ollamas_truncate_cuts_off_the_end_of_long_texts(server, client):
+    long = "A cat sat on a mat. " * 200
+    ids = server.engine.tokenizer.encode(long)
+    body = {"model": name_of(server), "input": [long, "x"]}
+    for num_ctx, length in ((None, 2048), (20, 20), (10_000, 2048)):
+        cut = {**body, "truncate": True, "options": {"num_ctx": num_ctx}}
+        answer = client.post("/api/embed", json=cut).json()
+        expected = server.engine.embed([ids[:length], "x"])
+        assert (np.array(answer["embeddings"], np.float32) == expected).all()
+        assert answer["prompt_eval_count"] == length + len(server.engine.tokenizer.encode("x"))
+    for refused in ({}, {"truncate": False}):
+        answer = client.post("/api/embed", json={**body, **refused})
+        assert (answer.status_code, "context of 2048" in answer.json()["error"]) == (400, True)
+
+
+def test_truncated_texts_keep_the_tokens_that_the_tokenizer_adds(tmp_path):
+    path = make_embedding_model(save_tiny_checkpoint("qwen3", tmp_path), begins=True)
+    with (
+        CPUPagedEngine.from_pretrained(path, **ENGINE_OPTIONS) as engine,
+        serving(engine) as server,
+        server.client() as client,
+    ):
+        name = name_of(server)
+        ids = engine.tokenizer.encode(TEXTS[1])
+        body = {"model": name, "input": TEXTS[1], "truncate": True}
+        answer = client.post("/api/embed", json={**body, "options": {"num_ctx": 9}}).json()
+        expected = engine.embed([[*ids[:8], ids[-1]]])
+        assert (np.array(answer["embeddings"], np.float32) == expected).all()
+        shown = client.post("/api/show", json={"model": name}).json()
+        assert shown["capabilities"] == ["embedding"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        *(
+            ("/api/embed", body, {"embeddings": [], "prompt_eval_count": 0})
+            for body in ({}, {"input": ""}, {"input": []}, {"input": None, "dimensions": 0})
+        ),
+        *(("/api/embeddings", body, {"embedding": []}) for body in ({}, {"prompt": ""})),
+    ],
+)
+def test_ollamas_request_without_a_text_gets_no_vector(server, client, path, body, answer):
+    found = client.post(path, json={"model": name_of(server), **body})
+    assert (found.status_code, answer.items() <= found.json().items()) == (200, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        *(
+            ("/api/embed", {"input": given}, "must be a string or a list of strings")
+            for given in (5, [1], [["a"]], {"a": 1}, False, 0)
+        ),
+        ("/api/embed", {"input": ["a", ""]}, "input 1 has 0 characters"),
+        ("/api/embed", {"input": ["a"] * 2049}, "must hold 1..2048 inputs"),
+        ("/api/embed", {"input": "a", "dimensions": HIDDEN + 1}, "must be in 1..64"),
+        ("/api/embed", {"input": "a", "stream": True}, "stream"),
+        ("/api/embeddings", {"prompt": "A cat sat on a mat. " * 200}, "context of 2048"),
+        ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
+    ],
+)
+def test_ollamas_invalid_input_is_refused_by_name(server, client, path, body, message):
+    answer = client.post(path, json={"model": name_of(server), **body})
+    assert (answer.status_code, message in answer.json()["error"]) == (400, True), answer.text
 
 
 BAD = [

@@ -70,6 +70,7 @@ _OLLAMA = {
 } | {"repeat_penalty": "repetition_penalty"}
 _OPTIONS = {f"options.{field}": bound for field, bound in _OLLAMA.items()}
 _OPTIONS |= {"keep_alive": "keep_alive", "think": "reasoning_budget"}
+_EMBED = {name: bound for name, bound in _OPTIONS.items() if name != "think"}
 _THINKING = {"thinking.budget_tokens": "budget_tokens"}
 NUMBERS = {
     "/v1/completions": {
@@ -102,6 +103,8 @@ NUMBERS = {
     },
     "/api/chat": {**_OPTIONS, "messages.*.tool_calls.*.function.index": "call_index"},
     "/api/generate": _OPTIONS,
+    "/api/embed": {**_EMBED, "dimensions": "ollama_dimensions"},
+    "/api/embeddings": _EMBED,
     "/completion": {
         **_LLAMA,
         "prompt.*": "token_id",
@@ -290,7 +293,7 @@ def with_value(path, place, value):
             else {"5" if first == "logit_bias" else "a" if name == "{}" else name: held}
         )
     if first in ("thinking", "options"):
-        held |= {"type": "enabled"} if first == "thinking" else {**body["options"], **held}
+        held |= {"type": "enabled"} if first == "thinking" else {**body.get("options", {}), **held}
     return json.dumps({**body, first: held}).replace(f'"{mark}"', value).encode()
 
 

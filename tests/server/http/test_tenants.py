@@ -91,7 +91,7 @@ def test_answers_reveal_nothing_of_other_keys_requests(keys, path):
 
     def told(client, color):
         text = f"{color} is the color of {path}. {SECRET}. " * 3
-        more = {"stream": False} if path.startswith("/api/") else {}
+        more = {"stream": False} if path in ("/api/chat", "/api/generate") else {}
         answer = client.post(path, json=asked(path, text, tokens=1, **more))
         assert answer.status_code in (200, 400), answer.text
         last = client.get("/v1/requests/last/cache")

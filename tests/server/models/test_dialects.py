@@ -12,11 +12,8 @@ from helpers.server.model_budget import Room
 from helpers.server.served_models import CountedSource
 
 # Reranking needs a special model, and the fake model has no embeddings.
-PATHS = [
-    path
-    for path in ASKED
-    if path not in ("/cache/reset", "/v1/embeddings", "/v1/rerank", "/infill", "/api/show")
-]
+EMBEDDING = ("/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings")
+PATHS = [path for path in ASKED if path not in ("/cache/reset", *EMBEDDING, "/infill", "/api/show")]
 
 
 @pytest.fixture
@@ -105,9 +102,12 @@ def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):
     )
 
 
-@pytest.mark.parametrize(("path", "stream"), [("/api/chat", False), ("/api/generate", True)])
+@pytest.mark.parametrize(
+    ("path", "stream"),
+    [("/api/chat", {"stream": False}), ("/api/generate", {"stream": True}), ("/api/embed", {})],
+)
 def test_ollamas_durations_include_the_wait_for_the_model(unloaded, path, stream):
-    body = asked(path, "Hello", model="b", stream=stream)
+    body = asked(path, "Hello", model="b", **stream)
     with unloaded.client() as client:
         first, second = [
             json.loads(client.post(path, json=body).text.splitlines()[-1]) for _ in range(2)
@@ -116,7 +116,7 @@ def test_ollamas_durations_include_the_wait_for_the_model(unloaded, path, stream
     assert first["load_duration"] >= nanoseconds - 1e6 > 0
     assert second["load_duration"] == 0
     for one in (first, second):
-        parts = [one[f"{name}_duration"] for name in ("load", "prompt_eval", "eval")]
+        parts = [one.get(f"{name}_duration", 0) for name in ("load", "prompt_eval", "eval")]
         assert one["total_duration"] >= sum(parts)
 
 

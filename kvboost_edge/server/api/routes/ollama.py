@@ -1,7 +1,8 @@
-"""Routes of Ollama's API: chat, generate, model information, and changes of the models."""
+"""Routes of Ollama's API: chat, generate, embeddings, and the models and their changes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
@@ -21,6 +22,11 @@ from kvboost_edge.server.api.compat.ollama.changes import (
     send_progress,
 )
 from kvboost_edge.server.api.compat.ollama.create import OllamaCreate, overrides_of
+from kvboost_edge.server.api.compat.ollama.embeddings import (
+    OllamaEmbed,
+    OllamaEmbeddings,
+    embed_answer,
+)
 from kvboost_edge.server.api.compat.ollama.models import (
     API_VERSION,
     list_models,
@@ -40,6 +46,7 @@ from kvboost_edge.server.api.compat.ollama.translate import (
 from kvboost_edge.server.api.compat.ollama.writer import LINES, OllamaWriter, loaded
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.completion_requests import RenderedCompletion
+from kvboost_edge.server.api.embedding_requests import embed_inputs
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -100,6 +107,44 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
             await respond(request, send, rendered, _writer(request, rendered, body.model))
 
     return _answered(request, body, work, asks=bool(body.prompt))
+
+
+@router.post("/api/embed", response_class=JSONResponse)
+async def embed(request: Request, body: OllamaEmbed) -> Response:
+    """Compute the embedding of each input, in Ollama's format."""
+
+    async def work(state: ModelState, send: Send) -> None:
+        log_reduced_context(body.chosen, state.engine)
+        started = time.perf_counter()
+        context = state.engine.runner_info.max_context
+        vectors, results = await embed_inputs(
+            state,
+            request,
+            body.input,
+            body.dimensions or None,
+            limit=min(context, body.chosen.num_ctx or context) if body.truncate else None,
+        )
+        waited = load_seconds_of(request)
+        total = waited + time.perf_counter() - started
+        answer = await off_loop(lambda: embed_answer(body.model, vectors, results, waited, total))
+        await send_json(send, answer)
+
+    name = resolve_name(server_of(request).models, body.model)
+    return respond_when_loaded(request, name, work, body.keep_alive)
+
+
+@router.post("/api/embeddings", response_class=JSONResponse)
+async def embeddings(request: Request, body: OllamaEmbeddings) -> Response:
+    """Compute the embedding of a prompt, in the format of Ollama's older clients."""
+
+    async def work(state: ModelState, send: Send) -> None:
+        log_reduced_context(body.chosen, state.engine)
+        prompts = [body.prompt] if body.prompt else []
+        vectors, _ = await embed_inputs(state, request, prompts, field="prompt")
+        await send_json(send, dumps({"embedding": vectors[0].tolist() if prompts else []}))
+
+    name = resolve_name(server_of(request).models, body.model)
+    return respond_when_loaded(request, name, work, body.keep_alive)
 
 
 @router.get("/api/tags", response_class=JSONResponse)

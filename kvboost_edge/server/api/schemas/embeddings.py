@@ -17,12 +17,12 @@ from kvboost_edge.server.api.schemas.shared import (
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
-__all__ = ["EmbeddingRequest", "RerankRequest"]
+__all__ = ["EmbeddingRequest", "RerankRequest", "inputs_of"]
 
 _KINDS = "must be a string, a list of strings, a list of token ids, or a list of such lists"
 
 
-def _inputs(value: Any) -> list[str | list[int]]:
+def inputs_of(value: Any) -> list[str | list[int]]:
     """Convert one or more inputs to a list of texts and token ids."""
     count = COUNTS["inputs"]
     tokens = COUNTS["prompt_tokens"]
@@ -72,7 +72,7 @@ _TEXT_OBJECT = {
 
 Inputs = Annotated[
     list[str | list[int]],
-    PlainValidator(_inputs),
+    PlainValidator(inputs_of),
     WithJsonSchema({"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}),
 ]
 Document = Annotated[

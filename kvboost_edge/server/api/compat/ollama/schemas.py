@@ -22,7 +22,15 @@ from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_erro
 from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, UnsupportedField
 
-__all__ = ["Named", "OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
+__all__ = [
+    "Named",
+    "OllamaChat",
+    "OllamaGenerate",
+    "OllamaMessage",
+    "OllamaShow",
+    "Options",
+    "Running",
+]
 
 _IGNORED = UnsupportedField("", ignored=True)
 _LOADING = (
@@ -175,16 +183,11 @@ class OllamaMessage(Strict):
     tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
 
 
-class _Generating(Strict):
-    unsupported = _UNSUPPORTED
+class Running(Strict):
+    """A body of a request that a model computes."""
 
     model: ModelName
-    stream: bool | None = Field(
-        None, description="Send the answer as a stream of JSON lines; true by default."
-    )
     options: Options | None = None
-    format: Format = None
-    think: Think = None
     keep_alive: KeepAlive = Field(
         None,
         description=(
@@ -193,6 +196,19 @@ class _Generating(Strict):
         ),
     )
 
+    @property
+    def chosen(self) -> Options:
+        return self.options or Options()
+
+
+class _Generating(Running):
+    unsupported = _UNSUPPORTED
+
+    stream: bool | None = Field(
+        None, description="Send the answer as a stream of JSON lines; true by default."
+    )
+    format: Format = None
+    think: Think = None
     truncate: bool | None = Field(
         None,
         description=(
@@ -211,10 +227,6 @@ class _Generating(Strict):
     @property
     def streams(self) -> bool:
         return self.stream is not False
-
-    @property
-    def chosen(self) -> Options:
-        return self.options or Options()
 
 
 class OllamaChat(_Generating):
