@@ -5,6 +5,7 @@ request recorded from Codex.
 import json
 from pathlib import Path
 
+import openai
 import pytest
 
 from helpers.server.compat_apis import APIS, lasting
@@ -113,6 +114,21 @@ async def test_an_item_cannot_be_referred_to_twice(app, speaker):
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     twice = await app.post(PATH, json={"input": [*ASK, reference, reference]})
     assert (twice.status_code, reference["id"] in twice.json()["error"]["message"]) == (400, True)
+
+
+async def test_cache_write_tokens_are_found_by_the_next_request(app, speaker):
+    def details(answer):
+        usage = openai.types.responses.ResponseUsage.model_validate(answer["usage"], strict=True)
+        found = usage.input_tokens_details
+        return found.cached_tokens, found.cache_write_tokens
+
+    sent = [{"role": "user", "content": "And the weather in Bonn? " * 10}]
+    more = [*sent, {"role": "assistant", "content": "Rain."}, *ASK]
+    assert details(await ask(app, input=more, cache_prompt=False)) == (0, 0)
+    first, second = [details(await ask(app, input=items)) for items in (sent, more)]
+    assert first[0] == 0
+    assert second[0] == first[1] > 200
+    assert details(await ask(app, input=more)) == (sum(second), 0)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import Send
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.compat.responses.items import new_id
@@ -134,7 +135,10 @@ class ResponsesWriter(TurnWriter):
             "output": self._output.items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {
+                    **usage["prompt_tokens_details"],
+                    "cache_write_tokens": self._num_written(result),
+                },
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
@@ -149,6 +153,13 @@ class ResponsesWriter(TurnWriter):
             self._response["store"] = False
             whole = dumps_long(self._response)
         return whole
+
+    def _num_written(self, result: GenerationResult) -> int:
+        """Return the number of prompt tokens in full blocks that were added to the cache."""
+        if result.mode is GenerationMode.BASELINE:
+            return 0
+        size = self.state.engine.config.block_size
+        return max(0, result.prompt_tokens // size * size - result.cached_tokens)
 
     def _failure(self, error: ApiError) -> bytes:
         """Return the events that report an error in a stream."""
