@@ -648,6 +648,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
                 self._config,
                 self._core.tiering,
                 self._core.step_times,
+                self._core.num_waiting(),
             )
 
     def block_map(self) -> list[int]:

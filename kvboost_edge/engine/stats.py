@@ -153,6 +153,7 @@ def paged_stats(
     config: EngineConfig,
     tiering: NoTiers,
     step_times: StepTimes,
+    num_waiting: int,
 ) -> dict[str, Any]:
     """Return statistics of the pool and the engine, by name. Counters count since the start.
 
@@ -197,7 +198,7 @@ def paged_stats(
 
     Requests and steps:
         num_running: sequences that hold blocks.
-        num_waiting: sequences that wait for blocks.
+        num_waiting: sequences that wait to be scheduled, including preempted ones.
         max_num_seqs: maximum number of sequences computed together.
         preemptions: number of times that a sequence lost its blocks and was recomputed.
         step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
@@ -245,6 +246,7 @@ def paged_stats(
         **_block_stats(parts, scheduler),
         **_token_stats(parts, scheduler, config),
         **_step_stats(parts, scheduler, step_times),
+        "num_waiting": num_waiting,
         **_hardware_stats(parts, config),
         "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
         "staging_bytes": tiering.staging_bytes,
@@ -329,7 +331,6 @@ def _step_stats(parts: EngineParts, scheduler: Scheduler, step_times: StepTimes)
         "step_counts": step_times.cumulative(),
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
-        "num_waiting": len(scheduler.waiting),
     }
 
 

@@ -266,7 +266,10 @@ def test_running_and_waiting_counts_of_a_busy_engine():
             handles = [engine.submit([i] * 20, max_new_tokens=4) for i in range(5)]
         while engine.num_running() < 2:
             assert engine.is_alive()
-        assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (2, 3, 60)
+        handles.append(engine.submit([9] * 20, max_new_tokens=4))  # while the pass runs
+        assert (engine.num_running(), engine.num_waiting(), engine.waiting_tokens()) == (2, 4, 80)
+        stats = engine.paged_stats()
+        assert (stats["num_running"], stats["num_waiting"]) == (2, 4)
         details = engine.block_details()
         assert [detail.state for detail in details] == engine.block_map()
         assert (
@@ -300,9 +303,8 @@ def test_tokens_held_counts_each_stored_token_once(mode):
         bench.submit(prompt, 20, mode, repair=repair, terms={"max_draft_tokens": 0})
     had_spans = []
     while bench.step():
-        stats = paged_stats(
-            bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering, bench.core.step_times
-        )
+        tiering, times = bench.core.tiering, bench.core.step_times
+        stats = paged_stats(bench.parts, bench.scheduler, EngineConfig(), tiering, times, 0)
         assert stats["tokens_held"] == stored_tokens(bench)
         had_spans.append(any(one.blocks.spans for one in bench.scheduler.running))
     assert any(had_spans) == reuses
