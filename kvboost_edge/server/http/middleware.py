@@ -250,6 +250,8 @@ class AuthMiddleware:
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limit:
                 raise _too_large(limit)
+            if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
+                raise _compressed(value)
         if scope["method"] == "POST" and is_admitted(scope["path"]):
             self._state.check_queue(scope["kvboost"].get("tenant"))
 
@@ -283,6 +285,15 @@ class _Body:
         self._bodies.hold(self.tenant, size)
         self.num_bytes += size
         return message
+
+
+def _compressed(encoding: bytes) -> ApiError:
+    message = (
+        f"the body has the Content-Encoding {encoding.decode('latin-1')[:64]!r}, which is not "
+        "supported; send the body uncompressed"
+    )
+    headers = {"Accept-Encoding": "identity"}
+    return ApiError(415, message, code="unsupported_content_encoding", headers=headers)
 
 
 def _too_large(limit: int) -> ApiError:
