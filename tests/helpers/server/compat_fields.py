@@ -411,7 +411,7 @@ REFUSED: dict[str, list[Any]] = {
             "a tool result without a call before it",
         ),
         ({"options": {"num_predict": -3}}, "options.num_predict"),
-        ({"options": {"num_predict": 10**6}}, "options.num_predict"),
+        ({"options": {"num_predict": 2**24 + 1}}, "options.num_predict"),
         ({"options": {"temperature": 9}}, "options.temperature"),
         ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n"),

@@ -119,13 +119,17 @@ async def test_messages_reserves_no_more_than_an_eighth_of_the_context(engine, m
 
 
 @pytest.mark.parametrize("default", ["error", "drop_oldest"])
-@pytest.mark.parametrize("truncate", [True, False, None])
-async def test_ollamas_truncate_overrides_the_default_of_the_server(engine, default, truncate):
+@pytest.mark.parametrize(
+    ("truncate", "limit"), [(True, 20), (True, CONTEXT), (True, -1), (False, 20), (None, 20)]
+)
+async def test_ollamas_truncate_overrides_the_default_of_the_server(
+    engine, default, truncate, limit
+):
     turns = [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}] * 9
     asked = {
         "model": "fake",
         "messages": [SYSTEM, *turns, {"role": "user", "content": "z"}],
-        "options": {"temperature": 0, "num_predict": 20},
+        "options": {"temperature": 0, "num_predict": limit},
         "stream": False,
         "truncate": truncate,
         "shift": truncate,

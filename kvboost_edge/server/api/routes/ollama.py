@@ -251,7 +251,7 @@ async def _chat(
     request: Request, send: Send, state: ModelState, body: ChatRequest, name: str, *, chat: bool
 ) -> None:
     try:
-        rendered = RenderedChat(state, body)
+        rendered = RenderedChat(state, body, fills=True)
         await respond(request, send, rendered, _writer(request, rendered, name, chat=chat))
     except RequestError as error:
         named_error = named_by_field(error, body)

@@ -81,6 +81,30 @@ async def test_num_predict_0_does_not_limit_an_answer(app, speaker):
         assert GENERATE.said(raw).text == "Sun."
 
 
+@pytest.mark.parametrize("place", ["chat", "generate", "raw"])
+async def test_an_answer_whose_num_predict_exceeds_the_context_fills_it(app, speaker, place):
+    speaker.text = "x" * 9000
+    context = app.engine.runner_info.max_context
+    api = CHAT if place == "chat" else GENERATE
+
+    async def answer(size):
+        body = {
+            "chat": {"messages": [{"role": "user", "content": "y" * size}]},
+            "generate": {"prompt": "y" * size},
+            "raw": {"prompt": "y" * size + "<|assistant|>", "raw": True},
+        }[place]
+        options = {"temperature": 0, "num_predict": context}
+        return await app.post(
+            api.path, json={**api.body(), **body, "options": options, "stream": False}
+        )
+
+    said = api.said((await answer(7900)).json())
+    assert (said.prompt + said.output, said.reason) == (context, "length")
+    assert said.text == "x" * said.output
+    refused = await answer(context)
+    assert (refused.status_code, "no room for an answer" in refused.json()["error"]) == (400, True)
+
+
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_a_larger_context_is_reduced_and_logged_once(app, speaker, caplog, path):
     api = APIS[path]

@@ -123,8 +123,8 @@ Think = Annotated[
 class Options(Strict):
     """Ollama's sampling options.
 
-    `num_predict` 0, -1 and -2 let the answer fill the context. A `num_ctx` above the model's
-    context is reduced to it.
+    `num_predict` 0, -1 and -2, and values that exceed the context, let the answer fill the context.
+    A `num_ctx` above the model's context is reduced to it.
     """
 
     unsupported = _OPTIONS
