@@ -70,6 +70,37 @@ _alarms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarm] = weakref.
 _alarms_lock = threading.Lock()
 
 
+class _Reminder:
+    """Sets an event of this thread's loop whenever `seconds` pass without a call of `restart`.
+
+    Attributes:
+        is_due: True from then on until `restart`.
+    """
+
+    # One timer per reader. A timeout around each wait would cost a timer per token.
+
+    def __init__(self, changed: asyncio.Event, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = changed
+        self._seconds = seconds
+        self.restart()
+        self._timer = self._loop.call_at(self._due, self._look)
+
+    def restart(self) -> None:
+        self.is_due = False
+        self._due = self._loop.time() + self._seconds
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._due:
+            self._changed.set()
+            self.is_due = True
+            self._due += self._seconds
+        self._timer = self._loop.call_at(self._due, self._look)
+
+
 class _Listener(NamedTuple):
     """A coroutine that waits for changes of a request.
 
@@ -267,12 +298,19 @@ class RequestHandle:
             self._unlisten(changed)
         self._outcome()
 
-    async def abatches(self) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
+    async def abatches(
+        self, silence: float | None = None
+    ) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
         """Yield lists of all new events. The last list ends with the result.
 
         Use this method if the reader may be slower than the engine.
+
+        Args:
+            silence: seconds without an event after which an empty list is yielded, repeatedly. None
+                yields no empty lists.
         """
         changed = self._listen()
+        reminder = None if silence is None else _Reminder(changed, silence)
         try:
             while True:
                 changed.clear()
@@ -280,12 +318,16 @@ class RequestHandle:
                 batch: list[TokenEvent | GenerationResult] = [*self._pop_all()]
                 if done and self._result is not None:
                     batch.append(self._result)
-                if batch:
+                if batch or (reminder is not None and reminder.is_due):
                     yield batch
                 if done:
                     break
+                if reminder is not None:
+                    reminder.restart()
                 await changed.wait()
         finally:
+            if reminder is not None:
+                reminder.close()
             self._unlisten(changed)
         self._outcome()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 import time
 from collections import deque
@@ -197,6 +198,26 @@ async def test_batches_hold_all_pending_events_and_end_with_the_result(engine):
     with pytest.raises(KVBoostError, match="NaN"):
         async for _ in engine.submit([1, 2, 3]).abatches():
             pass
+
+
+async def test_silence_yields_empty_batches(engine):
+    """Each of them comes at least this time after the last event."""
+    go = threading.Event()
+    hold_passes(engine, go)
+    handle = engine.submit([1, 2, 3], max_new_tokens=20, ignore_eos=True)
+    batches = []
+    times = []
+    loop = asyncio.get_running_loop()
+    async for batch in handle.abatches(silence=0.02):
+        batches.append(batch)
+        times.append(loop.time())
+        if len(batches) == 4:
+            go.set()
+    assert batches[:4] == [[]] * 4
+    assert all(after - before >= 0.019 for before, after in itertools.pairwise(times[:4]))
+    events = [event for batch in batches for event in batch]
+    assert events.pop() is handle.result()
+    assert [event.token_id for event in events] == list(handle.result().output_token_ids)
 
 
 async def test_wake_ups_of_the_event_loop_are_merged(monkeypatch):

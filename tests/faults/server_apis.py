@@ -17,6 +17,7 @@ _CHAT = "tests/server/api/test_chat_requests.py"
 _OVERFLOW = "tests/server/api/test_overflow.py"
 _ADMISSION = "tests/server/work/test_admission.py"
 _STREAMS = "tests/server/work/test_streams.py"
+_PROGRESS = "tests/server/api/test_progress.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
 
 _STREAMING = (
@@ -58,9 +59,23 @@ _STREAMING = (
     fault(
         "sends a stream only when it is complete",
         "server/api/generation.py",
-        "            if num_open:\n                await stream.flush()\n",
-        "            if not num_open:\n                await stream.flush()\n",
+        "            if num_open:\n                if stream.is_silent",
+        "            if not num_open:\n                if stream.is_silent",
         f"{_ADMISSION}::test_a_stream_past_its_deadline_ends_with_an_error_event",
+    ),
+    fault(
+        "sends pings only between tokens",
+        "server/api/generation.py",
+        "followed=prompts, silence=_PING_SECONDS)",
+        "followed=prompts)",
+        f"{_PROGRESS}::test_openai_client_waits_through_pings",
+    ),
+    fault(
+        "sends pings only if no token arrives",
+        "server/api/generation.py",
+        "if stream.is_silent(_PING_SECONDS):",
+        "if not batch and stream.is_silent(_PING_SECONDS):",
+        f"{_PROGRESS}::test_pings_are_sent_while_text_is_held_back",
     ),
     fault(
         "does not cancel the requests of a disconnected client",
@@ -84,10 +99,10 @@ _STREAMING = (
     ),
     fault(
         "Anthropic: sends no ping in a silent stream",
-        "server/api/compat/anthropic/messages.py",
-        "super().__init__(state, chat, pings=True, fills=True)",
-        "super().__init__(state, chat, fills=True)",
-        "tests/server/api/test_progress.py::test_a_silent_messages_stream_sends_pings",
+        "server/api/compat/anthropic/writer.py",
+        'self._emit([{"type": "ping"}])',
+        "pass",
+        f"{_PROGRESS}::test_a_silent_stream_sends_pings",
     ),
 )
 

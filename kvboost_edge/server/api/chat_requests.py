@@ -98,15 +98,12 @@ class RenderedChat(RenderedRequest):
     wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
     renders = True
 
-    def __init__(
-        self, state: ModelState, body: ChatRequest, *, pings: bool = False, fills: bool = False
-    ) -> None:
+    def __init__(self, state: ModelState, body: ChatRequest, *, fills: bool = False) -> None:
         """Create a request.
 
         Args:
             state: the model.
             body: the request body.
-            pings: whether a stream sends pings before its first token.
             fills: whether max_tokens may exceed the context, so that the answer may fill it.
         """
         body.check_together()
@@ -122,7 +119,6 @@ class RenderedChat(RenderedRequest):
             size=size_of(body.messages, body.tools),
             estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
             per_prompt=body.num_choices,
-            pings=pings,
         )
         self.body = body
         self._fills = fills

@@ -43,7 +43,7 @@ class AnswerWriter(Protocol):
     For a stream, `events` is called first, then `begin` when the request runs. Each sequence gets
     `open` before its first token, `push` for each token and `close` with its result. `end` is
     called last. These methods only append to the stream, and the caller flushes it. Nothing is
-    flushed before the first token or the end, unless the request asks for progress.
+    flushed before the first token or the end, except progress reports and pings.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -58,6 +58,10 @@ class AnswerWriter(Protocol):
 
     def wait(self, index: int, progress: Progress) -> None:
         """Report the progress of a prompt before `open`. Called only if the request asks for it."""
+        ...
+
+    def ping(self) -> None:
+        """Write something that clients ignore. Called at any time after `begin`."""
         ...
 
     async def open(self, index: int) -> None: ...
@@ -182,11 +186,10 @@ async def _stream(
     writer.begin(run)
     opened: set[int] = set()
     num_open = len(run.handles)
-    every = _PING_SECONDS if rendered.pings else None
-    if rendered.reports_progress:
-        every = _PROGRESS_SECONDS
+    every = _PROGRESS_SECONDS if rendered.reports_progress else None
     prompts = range(0, num_open, run.per_prompt)  # their first sequences
-    async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
+    events = merged(run.handles, every=every, followed=prompts, silence=_PING_SECONDS)
+    async with aclosing(events) as batches:
         async for batch in batches:
             # A slow reader gets only the latest progress event.
             latest = {index: item for index, item in batch if isinstance(item, Progress)}
@@ -211,6 +214,8 @@ async def _stream(
                 else:
                     writer.push(index, item)
             if num_open:
+                if stream.is_silent(_PING_SECONDS):
+                    writer.ping()
                 await stream.flush()
     writer.end()
     _reasoned(writer, run)

@@ -20,7 +20,7 @@ from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.cache_report.recent_requests import Diagnosis
 from kvboost_edge.server.response_types import ChunkHead, Figures
 from kvboost_edge.server.work.bridge import Running, off_loop
-from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
+from kvboost_edge.server.work.streams import PING, ChunkStream, EventStream, dumps, dumps_long
 
 __all__ = ["OpenAIWriter"]
 
@@ -73,6 +73,9 @@ class OpenAIWriter:
 
     def wait(self, index: int, progress: Progress) -> None:
         self._stream.chunk([self._choices[index].waiting()], prompt_progress=progress_of(progress))
+
+    def ping(self) -> None:
+        self._stream.add(PING)
 
     async def open(self, index: int) -> None:
         """Write the first chunk of a choice, in a thread if it has prompt log probabilities."""

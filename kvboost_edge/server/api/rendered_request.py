@@ -79,8 +79,6 @@ class RenderedRequest(EngineRequest):
         continuous_usage: whether every chunk contains the usage of its choice.
         explains: whether the answer contains a cache-miss report on the first prompt.
         reports_progress: whether the stream reports the progress of its prompts, twice a second.
-        pings: whether a stream without progress reports sends a ping every 10 seconds until the
-            first token.
     """
 
     wire_names: ClassVar[WireNames]
@@ -94,7 +92,6 @@ class RenderedRequest(EngineRequest):
         estimate: int,
         num_prompts: int = 1,
         per_prompt: int,
-        pings: bool = False,
     ) -> None:
         super().__init__(
             size=size,
@@ -117,7 +114,6 @@ class RenderedRequest(EngineRequest):
         self.continuous_usage = body.continuous_usage
         self.explains = body.explain
         self.reports_progress = bool(body.return_progress)
-        self.pings = pings
 
     @abstractmethod
     def choice(self, index: int, run: Running) -> ChoiceWriter:

@@ -40,6 +40,10 @@ class TurnWriter(ABC):
         """Return the whole answer as JSON. `message` holds the finished turn."""
 
     @abstractmethod
+    def ping(self) -> None:
+        """Write something that clients ignore."""
+
+    @abstractmethod
     def write_start(self) -> None:
         """Write the beginning of the stream."""
 

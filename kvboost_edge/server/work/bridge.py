@@ -407,7 +407,11 @@ def finished(admission: Admission, result: GenerationResult) -> GenerationResult
 
 
 async def merged(
-    handles: Sequence[RequestHandle], *, every: float | None = None, followed: Sequence[int] = (0,)
+    handles: Sequence[RequestHandle],
+    *,
+    every: float | None = None,
+    followed: Sequence[int] = (0,),
+    silence: float | None = None,
 ) -> AsyncGenerator[list[tuple[int, Item]]]:
     """Yield events of all handles as they arrive, each with the index of its handle.
 
@@ -418,11 +422,13 @@ async def merged(
         every: seconds between progress items of the `followed` handles, until their first event;
             None for no progress items.
         followed: indexes of the handles whose progress to report.
+        silence: seconds without an event of a handle after which an empty list is yielded,
+            repeatedly; None for no empty lists.
     """
     if len(handles) == 1:
         while every is not None and not await handles[0].astarted(every):
             yield [(0, handles[0].progress())]
-        async with aclosing(handles[0].abatches()) as batches:  # type: ignore[type-var]
+        async with aclosing(handles[0].abatches(silence)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 yield [(0, item) for item in batch]
         return
@@ -430,7 +436,7 @@ async def merged(
 
     async def pump(index: int, handle: RequestHandle) -> None:
         try:
-            async for batch in handle.abatches():
+            async for batch in handle.abatches(silence):
                 queue.put_nowait([(index, item) for item in batch])
         except Exception as error:
             queue.put_nowait(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvboost_edge.server.api_errors import ApiError, error_body
 
 __all__ = [
     "EVENTS",
+    "PING",
     "ChunkStream",
     "EventStream",
     "dumps",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 EVENTS = "text/event-stream; charset=utf-8"
+PING = b": ping\n\n"  # a comment, which readers of events ignore
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
 # Number of characters or entries encoded as JSON at once, in less than a millisecond.
@@ -63,6 +66,11 @@ class EventStream:
         self._last = last
         self._content_type = content_type
         self._waiting: list[bytes] = []
+        self._sent_at = time.monotonic()
+
+    def is_silent(self, seconds: float) -> bool:
+        """Return whether nothing is pending, and nothing was sent for this many seconds."""
+        return not self._waiting and time.monotonic() - self._sent_at >= seconds
 
     def add(self, *pieces: bytes) -> None:
         """Add pieces to the pending data."""
@@ -95,6 +103,7 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         data = b"".join(self._waiting)
         self._waiting = []
+        self._sent_at = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

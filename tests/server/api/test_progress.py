@@ -13,6 +13,7 @@ import pytest
 from helpers.server.live_servers import HeldForward, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
+from kvboost_edge.server.api.chat_requests import ChatChoice
 from kvboost_edge.server.api_errors import ShuttingDown
 from kvboost_edge.server.work import bridge
 
@@ -409,21 +410,122 @@ def test_openai_client_ignores_progress_events(server, held):
     assert chunks[-1].choices[0].finish_reason
 
 
-def test_a_silent_messages_stream_sends_pings(server, held, monkeypatch):
-    """Pings are sent unasked before the first event, so that clients and proxies keep waiting. None
-    follows later.
-    """
+PINGS = {
+    "/v1/completions": ": ping",
+    "/v1/chat/completions": ": ping",
+    "/completion": ": ping",
+    "/v1/messages": 'data: {"type":"ping"}',
+}
+
+
+def without_pings(path, lines):
+    return [line for line in lines if line not in ("", PINGS[path], "event: ping")]
+
+
+@pytest.mark.parametrize("path", PINGS)
+def test_a_silent_stream_sends_pings(server, held, monkeypatch, path):
+    """Pings are sent before the first token and after it. They change nothing else."""
+    body = {**PATHS[path], "stream": True, "temperature": 0}
+    for name in {"max_tokens", "n_predict"} & set(body):
+        body[name] = 30
+    lines = []
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
-    with asking(server, "/v1/messages", return_progress=None) as told:
-        for _ in range(3):
-            assert told.next() == {"type": "ping"}
+    with server.client() as client, client.stream("POST", path, json=body, timeout=60) as answer:
+        assert answer.status_code == 200
+        found = answer.iter_lines()
+
+        def read_pings():
+            before = lines.count(PINGS[path])
+            while lines.count(PINGS[path]) < before + 3:
+                lines.append(next(found))
+
+        read_pings()
+        assert without_pings(path, lines) == []
+        tokens = server.engine.paged_stats()["generated_tokens"]
+        while server.engine.paged_stats()["generated_tokens"] == tokens:
+            steps = held.steps
+            held.step()
+            wait_until(lambda: held.steps > steps, "the next step")  # noqa: B023
+        while not without_pings(path, lines):
+            read_pings()
+        read_pings()
         held.release()
-        told.rest()
-    kinds = [event["type"] for event in told.events if event["type"] != "ping"]
-    assert kinds[0] == "message_start"
-    assert kinds[-1] == "message_stop"
-    first = next(number for number, event in enumerate(told.events) if event["type"] != "ping")
-    assert all(event["type"] != "ping" for event in told.events[first:])
+        lines += found
+    monkeypatch.undo()
+    with server.client() as client:
+        plain = client.post(path, json=body, timeout=60).text.split("\n")
+    assert PINGS[path] not in plain
+    assert len(without_pings(path, lines)) == len(without_pings(path, plain))
+    assert texts(events_of(lines)) == texts(events_of(plain)) != ""
+
+
+def events_of(lines):
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_a_silent_ollama_stream_sends_empty_lines(server, held, monkeypatch, path):
+    monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
+    given = {"prompt": CHAT[0]["content"]} if path == "/api/generate" else {"messages": CHAT}
+    body = {**given, "model": MODEL, "options": {"num_predict": 3}}
+    with server.client() as client, client.stream("POST", path, json=body, timeout=60) as answer:
+        found = answer.iter_lines()
+        for _ in range(3):
+            line = json.loads(next(found))
+            said = line.get("message", line)
+            assert (said.get("content", said.get("response")), line["done"]) == ("", False)
+        held.release()
+        assert json.loads(list(found)[-1])["done"]
+
+
+def test_pings_are_sent_while_text_is_held_back(server, held, monkeypatch):
+    """Tokens arrive, but none has text to send, as in the middle of a tool call."""
+    held.release()
+    monkeypatch.setattr(ChatChoice, "push", lambda self, event: None)
+    body = {"messages": CHAT, "max_tokens": 9, "stream": True, "ignore_eos": True}
+    path = "/v1/chat/completions"
+    with server.client() as client, client.stream("POST", path, json=body, timeout=60) as answer:
+        assert PINGS[path] not in list(answer.iter_lines())
+    # No reminder arrives within 60 seconds, so only tokens can cause pings.
+    monkeypatch.setattr(generation, "_PING_SECONDS", 60.0)
+    real = generation.merged
+
+    def without_reminders(*arguments, **options):
+        monkeypatch.setattr(generation, "_PING_SECONDS", 0.0)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(generation, "merged", without_reminders)
+    with server.client() as client, client.stream("POST", path, json=body, timeout=60) as answer:
+        assert PINGS[path] in list(answer.iter_lines())
+
+
+def test_openai_client_waits_through_pings(server, held, monkeypatch):
+    monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
+    with asking_openai(server) as client:
+        stream = client.chat.completions.create(
+            model=MODEL, messages=CHAT, max_tokens=3, stream=True
+        )
+        completion = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=3, stream=True
+        )
+        held.release()
+        for chunks in (list(stream), list(completion)):
+            assert chunks[-1].choices[0].finish_reason
+
+
+def test_an_error_after_the_first_ping_is_an_event(server, held, monkeypatch):
+    monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
+    body = {"messages": CHAT, "stream": True}
+    path = "/v1/chat/completions"
+    with server.client() as client, client.stream("POST", path, json=body) as answer:
+        found = answer.iter_lines()
+        assert next(found) == PINGS[path]
+        for admission in list(server.state.admission.admitted):
+            admission._task.get_loop().call_soon_threadsafe(admission.cancel, ShuttingDown())
+        last = without_pings(path, found)
+    assert answer.status_code == 200
+    assert json.loads(last[0].removeprefix("data: "))["error"]["code"] == "shutting_down"
+    assert last[1:] == ["data: [DONE]"]
 
 
 def test_a_silent_responses_stream_sends_in_progress_events(server, held, monkeypatch):

@@ -79,7 +79,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             kept = keep if body.store is not False else None
             try:
-                rendered = RenderedChat(state, chat, pings=True)
+                rendered = RenderedChat(state, chat)
                 writer = ResponsesWriter(state, body, kept, rendered.body.stop or ())
                 await respond(request, send, rendered, writer)
             except RequestError as error:

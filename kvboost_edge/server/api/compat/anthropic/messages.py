@@ -37,7 +37,7 @@ class RenderedMessages(RenderedChat):
         self._budget = body.thinking_budget
         self.kept: list[tuple[int, float]] = []
         # As in Anthropic's API, max_tokens may exceed the context, and the answer then ends there.
-        super().__init__(state, chat, pings=True, fills=True)
+        super().__init__(state, chat, fills=True)
         # Pins may take at most half of the pool, and the other half must hold any request. In a
         # smaller pool the prefix is not pinned, but evicted after all other blocks of its API key.
         self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context

@@ -97,8 +97,10 @@ class AnthropicWriter(TurnWriter):
         return self._stream
 
     def wait(self, index: int, progress: Progress) -> None:
-        told = {"prompt_progress": progress_of(progress)} if self._body.return_progress else {}
-        self._emit([{"type": "ping", **told}])
+        self._emit([{"type": "ping", "prompt_progress": progress_of(progress)}])
+
+    def ping(self) -> None:
+        self._emit([{"type": "ping"}])
 
     def write_start(self) -> None:
         prompt = len(self.run.prompts[0].token_ids)

@@ -18,7 +18,7 @@ from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
-from kvboost_edge.server.work.streams import EventStream, dumps_long, event
+from kvboost_edge.server.work.streams import PING, EventStream, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
 __all__ = ["LlamaWriter", "default_settings"]
@@ -90,6 +90,9 @@ class LlamaWriter(TurnWriter):
 
     def wait(self, index: int, progress: Progress) -> None:
         self._piece("", prompt_progress=progress_of(progress))
+
+    def ping(self) -> None:
+        self._stream.add(PING)
 
     def write_parts(self, parts: Sequence[Part]) -> None:
         self._piece("".join(part.text for part in parts if isinstance(part, ContentDelta)))

@@ -79,6 +79,9 @@ class OllamaWriter(TurnWriter):
         self._stream = EventStream(send, _failure, content_type=LINES)
         return self._stream
 
+    def ping(self) -> None:
+        self._add({**self._head(), **_said("", "", [], self._chat), "done": False})
+
     def write_start(self) -> None:
         """Do nothing: the stream starts with the first text."""
 

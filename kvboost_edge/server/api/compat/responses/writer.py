@@ -9,7 +9,6 @@ from typing import Any
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.compat.responses.items import new_id
 from kvboost_edge.server.api.compat.responses.output import Output
@@ -19,7 +18,7 @@ from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
-from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
+from kvboost_edge.server.work.streams import PING, EventStream, dumps, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import (
     CallArguments,
     CallStart,
@@ -74,10 +73,15 @@ class ResponsesWriter(TurnWriter):
         self._stream = EventStream(send, self._failure)
         return self._stream
 
-    def wait(self, index: int, progress: Progress) -> None:
-        if self._is_open:
+    def ping(self) -> None:
+        # Some clients wait for events, and ignore comments. No event fits after the first output.
+        if self._output.items:
+            assert self._stream is not None
+            self._stream.add(PING)
+        elif self._is_open:
             self._tell({"type": "response.in_progress", "response": self._response})
-        self.write_start()
+        else:
+            self.write_start()
 
     def write_start(self) -> None:
         if self._is_open:
