@@ -220,6 +220,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
+        *,
+        continue_final: bool = False,
     ) -> str:
         """Render chat messages and return the prompt text.
 
@@ -229,11 +231,15 @@ class Tokenizer:
             variables: template variables, such as enable_thinking. Reserved names raise
                 RequestError.
             tools: tools in the format of OpenAI's API.
+            continue_final: end after the content of the last message, which the model then
+                continues.
 
         Raises:
             RequestError: the model has no chat template, or the template rejects the messages.
         """
-        return self._rendered(messages, add_generation_prompt, variables, tools).text
+        return self._rendered(
+            messages, add_generation_prompt, variables, tools, continue_final=continue_final
+        ).text
 
     def marker_id(self, text: str) -> int | None:
         """Return the id of the token with exactly this text if grammars treat it as a marker.
@@ -259,9 +265,7 @@ class Tokenizer:
         <tool_call>. An assistant's message may contain markers.
 
         Args:
-            tools: as for `apply_chat_template`.
-            continue_final: end after the content of the last message, which the model then
-                continues.
+            tools, continue_final: as for `apply_chat_template`.
             find_answer: returns the generated ids of an assistant's message. See
                 `encode_with_answers`, and turns/replay.py for messages with calls.
         """

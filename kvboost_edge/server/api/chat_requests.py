@@ -6,12 +6,13 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import (
     check_logprobs,
     max_length,
@@ -23,8 +24,9 @@ from kvboost_edge.server.api.prompt_encoding import encode_plain, estimate_messa
 from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
-from kvboost_edge.server.api.turns import turn_of
-from kvboost_edge.server.cache_report.normalization import normalize_request
+from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.api.turns import template_inputs, turn_of
+from kvboost_edge.server.cache_report.normalization import NormalizedRequest, normalize_request
 from kvboost_edge.server.cache_report.recent_requests import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,
@@ -37,7 +39,14 @@ from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.answer_reader import TurnReader
 
-__all__ = ["RenderedChat", "encode_asked", "ranges_to_drop", "with_defaults"]
+__all__ = [
+    "RenderedChat",
+    "encode_asked",
+    "encode_prompt",
+    "prompt_only",
+    "ranges_to_drop",
+    "render_prompt",
+]
 
 # If old turns are dropped and the answer has no limit, or one that may exceed the context, it gets
 # an eighth of the context.
@@ -252,13 +261,9 @@ def encode_asked(
     Returns:
         The token ids, and a description of the normalized inputs for cache-miss reports.
     """
-    plain = [message.for_template() for message in messages]
-    tokenizer = state.engine.tokenizer
-    asked = normalize_request(
-        state.normalizer, tokenizer, answers, plain, body.tools, body.template_variables
-    )
+    asked = _normalized(state, answers, messages, body)
     ids = encode_plain(
-        tokenizer,
+        state.engine.tokenizer,
         asked.messages,
         asked.variables,
         add_generation_prompt,
@@ -267,6 +272,81 @@ def encode_asked(
         find_answer=answers.find,
     )
     return ids, asked.described
+
+
+def _normalized(
+    state: ModelState, answers: KeptAnswers, messages: Sequence[ChatMessage], body: ChatRequest
+) -> NormalizedRequest:
+    plain = [message.for_template() for message in messages]
+    return normalize_request(
+        state.normalizer,
+        state.engine.tokenizer,
+        answers,
+        plain,
+        body.tools,
+        body.template_variables,
+    )
+
+
+class PromptFields(Protocol):
+    """Fields of a body whose messages are only tokenized or rendered."""
+
+    tools: list[dict[str, Any]] | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def prompt_only(messages: list[ChatMessage], fields: PromptFields) -> ChatRequest:
+    """Return the chat request with these messages and fields, to encode or render its prompt.
+
+    An assistant's message with tool calls may be the last one. It is not continued.
+
+    Raises:
+        ApiError: continue_final_message is true, but the last message cannot be continued (400).
+    """
+    continues = fields.continue_final_message
+    if continues is None and messages[-1].tool_calls:
+        continues = False
+    chat = ChatRequest.model_construct(
+        messages=messages,
+        tools=fields.tools,
+        chat_template_kwargs=fields.chat_template_kwargs,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=continues,
+    )
+    chat.check_together()
+    return chat
+
+
+def encode_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) -> list[int]:
+    """Return the token ids of a chat request's prompt. Takes long for long prompts."""
+    body = with_defaults(state, body)
+    generates = body.add_generation_prompt is not False
+    ids, _ = encode_asked(state, answers, body.messages, body, generates, continues=body.continues)
+    return ids
+
+
+def render_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) -> str:
+    """Return the text of a chat request's prompt.
+
+    Raises:
+        ApiError: the template rejects the messages (400).
+    """
+    body = with_defaults(state, body)
+    asked = _normalized(state, answers, body.messages, body)
+    tokenizer = state.engine.tokenizer
+    messages, tools = template_inputs(tokenizer, asked.messages, asked.tools, answers.find)
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            body.add_generation_prompt is not False,
+            asked.variables,
+            tools,
+            continue_final=body.continues,
+        )
+    except RequestError as error:
+        raise bad_field("messages", str(error)) from error
 
 
 class ChatChoice:

@@ -18,7 +18,6 @@ from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [
-    "encode_messages",
     "encode_plain",
     "encode_prefix",
     "encode_text",
@@ -67,9 +66,9 @@ def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field
     return ids
 
 
-def encode_messages(
+def encode_plain(
     tokenizer: Tokenizer,
-    messages: Sequence[ChatMessage],
+    messages: list[dict[str, Any]],
     variables: dict[str, Any] | None,
     add_generation_prompt: bool = True,
     *,
@@ -82,28 +81,6 @@ def encode_messages(
     Raises:
         ApiError: the template rejects the messages (400).
     """
-    return encode_plain(
-        tokenizer,
-        [message.for_template() for message in messages],
-        variables,
-        add_generation_prompt,
-        tools=tools,
-        continue_final=continue_final,
-        find_answer=find_answer,
-    )
-
-
-def encode_plain(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    variables: dict[str, Any] | None,
-    add_generation_prompt: bool = True,
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    continue_final: bool = False,
-    find_answer: FindAnswer | None = None,
-) -> list[int]:
-    """Tokenize messages that are in the format of chat templates, see `encode_messages`."""
     plain, described = template_inputs(tokenizer, messages, tools, find_answer)
     try:
         ids = tokenizer.encode_chat(

@@ -4,6 +4,7 @@ import pytest
 
 from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
+from helpers.server.scripted_model import ASK, TOOLS
 from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.model_defaults import ModelDefaults
@@ -103,6 +104,63 @@ async def test_counted_tokens_include_the_default_system_message(app, speaker):
     counted = (await app.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
     usage = (await app.post("/v1/messages", json={**body, "max_tokens": 5})).json()["usage"]
     assert counted == sum(usage[name] for name in usage if name.endswith("input_tokens"))
+
+
+SAID = {"role": "assistant", "content": "It is"}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "ten"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"messages": [{"role": "system", "content": "Be brief."}, *ASK]},
+        {"tools": TOOLS},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+        {"messages": [*ASK, SAID]},
+        {"messages": [*ASK, SAID], "add_generation_prompt": True},
+        {"messages": [*ASK, SAID], "add_generation_prompt": False},
+        {"messages": [*ASK, SAID], "continue_final_message": False},
+        {
+            "messages": [*ASK, SAID],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+        {"messages": [*ASK, CALLED, RESULT], "tools": TOOLS},
+    ],
+)
+async def test_tokenize_and_apply_template_yield_the_prompt_of_a_chat(
+    app, speaker, submitted, fields
+):
+    body = {"messages": ASK, **fields}
+    chat = await app.post("/v1/chat/completions", json={**body, "max_tokens": 5})
+    assert chat.status_code == 200, chat.text
+    ((prompt, _),) = submitted
+    tokens = (await app.post("/tokenize", json=body)).json()
+    assert tokens["count"] == chat.json()["usage"]["prompt_tokens"]
+    shown = await app.post("/detokenize", json={"tokens": tokens["tokens"]})
+    assert shown.json()["content"] == prompt
+    assert (await app.post("/apply-template", json=body)).json() == {"prompt": prompt}
+
+
+async def test_a_final_message_with_tool_calls_is_tokenized_but_not_continued(app, speaker):
+    body = {"messages": [*ASK, CALLED], "tools": TOOLS}
+    closed = {**body, "continue_final_message": False}
+    for path in ("/tokenize", "/apply-template"):
+        expected = await app.post(path, json=closed)
+        assert expected.status_code == 200
+        assert (await app.post(path, json=body)).json() == expected.json()
+        for wrong in (body["messages"], ASK):
+            refused = await app.post(path, json={"messages": wrong, "continue_final_message": True})
+            assert refused.status_code == 400
+            assert "message" in refused.json()["error"]["message"]
 
 
 async def test_cached_prefixes_begin_with_the_system_message(app, speaker, spoken_engine):

@@ -8,8 +8,9 @@ from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
+from kvboost_edge.server.api.chat_requests import encode_prompt
 from kvboost_edge.server.api.checks import respond_when_loaded
-from kvboost_edge.server.api.compat.anthropic.messages import RenderedMessages, count_tokens
+from kvboost_edge.server.api.compat.anthropic.messages import RenderedMessages
 from kvboost_edge.server.api.compat.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import translated
 from kvboost_edge.server.api.compat.anthropic.writer import AnthropicWriter
@@ -60,9 +61,9 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
         chat = await off_loop(lambda: translated(body))
         async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as admission:
             answers = state.engine.kept_answers(tenant=admission.tenant, cache_salt=None)
-            found = await off_loop(
-                lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools)
+            ids = await off_loop(
+                lambda: encode_prompt(state, chat, answers), size_of(chat.messages, chat.tools)
             )
-        await send_json(send, dumps({"input_tokens": found}))
+        await send_json(send, dumps({"input_tokens": len(ids)}))
 
     return respond_when_loaded(request, body.model, work)

@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge import __version__
-from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.api.chat_requests import prompt_only, render_prompt
 from kvboost_edge.server.api.checks import ModelParam, loaded_model, looked_up, respond_when_loaded
 from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
@@ -35,7 +35,6 @@ from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.session_saving import keep_session, missing_session
-from kvboost_edge.server.api.turns import template_inputs
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
@@ -82,12 +81,15 @@ async def infill(request: Request, body: Infill) -> Response:
 
 @router.post("/apply-template", response_class=JSONResponse)
 async def apply_template(request: Request, body: ApplyTemplate) -> Response:
-    """Render messages with the chat template and return the prompt text."""
+    """Return the text of the prompt of a chat with these messages."""
 
     async def work(state: ModelState, send: Send) -> None:
-        async with state.admit(request, estimate_messages(body.messages, body.tools)):
+        chat = prompt_only(body.messages, body)
+        async with state.admit(request, estimate_messages(body.messages, body.tools)) as admission:
+            answers = state.engine.kept_answers(tenant=admission.tenant, cache_salt=None)
             answer = await off_loop(
-                lambda: _templated(state, body), size_of(body.messages, body.tools)
+                lambda: dumps_long({"prompt": render_prompt(state, chat, answers)}),
+                size_of(body.messages, body.tools),
             )
         await send_json(send, answer)
 
@@ -271,16 +273,3 @@ async def _respond(
         rendered.state, rendered.body, with_ids=with_ids, fields=body.response_fields or ()
     )
     await respond(request, send, rendered, writer)
-
-
-def _templated(state: ModelState, body: ApplyTemplate) -> bytes:
-    tokenizer = state.engine.tokenizer
-    messages, tools = template_inputs(
-        tokenizer, [message.for_template() for message in body.messages], body.tools, None
-    )
-    variables = body.chat_template_kwargs
-    try:
-        text = tokenizer.apply_chat_template(messages, body.add_generation_prompt, variables, tools)
-    except RequestError as error:
-        raise bad_field("messages", str(error)) from error
-    return dumps_long({"prompt": text})

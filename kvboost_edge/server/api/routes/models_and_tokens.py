@@ -6,12 +6,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.chat_requests import encode_prompt, prompt_only
 from kvboost_edge.server.api.checks import respond_when_loaded, served_model
 from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.prompt_encoding import (
-    encode_messages,
     encode_text,
     estimate_messages,
     estimate_tokens,
@@ -55,7 +56,7 @@ async def model(request: Request, name: str) -> Response:
 
 @router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-    """Tokenize a text or messages."""
+    """Tokenize a text, or messages as the prompt of a chat."""
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
@@ -63,9 +64,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         messages = body.messages or []
         async with state.admit(
             request, estimate_tokens(text) + estimate_messages(messages, body.tools)
-        ):
+        ) as admission:
+            answers = state.engine.kept_answers(tenant=admission.tenant, cache_salt=None)
             answer = await off_loop(
-                lambda: dumps_long(_tokenize(state, body)),
+                lambda: dumps_long(_tokenize(state, body, answers)),
                 len(text) + size_of(messages, body.tools),
             )
         await send_json(send, answer)
@@ -98,14 +100,12 @@ def _detokenize(state: ModelState, ids: list[int]) -> bytes:
     return dumps_long(answer)
 
 
-def _tokenize(state: ModelState, body: TokenizeRequest) -> Tokenized:
+def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) -> Tokenized:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
-        variables = body.chat_template_kwargs
-        ids = encode_messages(
-            tokenizer, body.messages, variables, body.add_generation_prompt, tools=body.tools
-        )
+        chat = prompt_only(body.messages, body)
+        ids = encode_prompt(state, chat, answers)
     elif text:
         ids = encode_text(
             tokenizer,

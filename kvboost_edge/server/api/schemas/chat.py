@@ -261,6 +261,22 @@ class ChatMessage(Strict):
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages")]
+GenerationPrompt = Annotated[
+    bool | None,
+    Field(
+        description=(
+            "If false, the prompt ends with the messages, without the template's generation prompt."
+        )
+    ),
+]
+ContinueFinal = Annotated[
+    bool | None,
+    Field(
+        description=(
+            "The answer continues the last message; true by default if that is the assistant's."
+        )
+    ),
+]
 
 
 class ChatRequest(SamplingFields):
@@ -285,18 +301,8 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description="Variables of the chat template."
     )
-    add_generation_prompt: bool | None = Field(
-        None,
-        description=(
-            "If false, the prompt ends with the messages, without the template's generation prompt."
-        ),
-    )
-    continue_final_message: bool | None = Field(
-        None,
-        description=(
-            "The answer continues the last message; true by default if that is the assistant's."
-        ),
-    )
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: ContinueFinal = None
 
     audio: NotBuilt = None
     best_of: OnlyOne = None

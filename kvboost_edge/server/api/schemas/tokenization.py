@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
+from kvboost_edge.server.api.schemas.chat import (
+    ContinueFinal,
+    GenerationPrompt,
+    Messages,
+    TemplateVariables,
+)
 from kvboost_edge.server.api.schemas.shared import BoundedText, FewTokenIds, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 from kvboost_edge.server.api.schemas.tools import Tools
@@ -16,6 +21,7 @@ _BELONGS_TO = {
     "add_special": ("content",),
     "add_special_tokens": ("prompt",),
     "add_generation_prompt": ("messages",),
+    "continue_final_message": ("messages",),
     "chat_template_kwargs": ("messages",),
     "tools": ("messages",),
 }
@@ -25,7 +31,7 @@ class TokenizeRequest(Strict):
     """Body of /tokenize: a text or messages.
 
     `content` is llama.cpp's field; special tokens are not added by default. `prompt` and `messages`
-    are vLLM's fields; special tokens are added by default.
+    are vLLM's fields; special tokens are added by default. Messages yield the prompt of a chat.
     """
 
     content: BoundedText | None = None
@@ -36,7 +42,8 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = Field(
         None, description="Add special tokens to prompt; true by default."
     )
-    add_generation_prompt: bool = True
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: ContinueFinal = None
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
     return_token_strs: bool = Field(

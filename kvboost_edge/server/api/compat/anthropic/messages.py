@@ -1,4 +1,4 @@
-"""Requests to /v1/messages that are ready to run, and token counts of their prompts."""
+"""Requests to /v1/messages that are ready to run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked, with_defaults
+from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked
 from kvboost_edge.server.api.checks import max_length
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
@@ -17,7 +17,7 @@ from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 from kvboost_edge.shareable import shareable_end
 
-__all__ = ["RenderedMessages", "count_tokens"]
+__all__ = ["RenderedMessages"]
 
 
 class RenderedMessages(RenderedChat):
@@ -71,12 +71,6 @@ class RenderedMessages(RenderedChat):
                 f"{error.message}"
             )
             raise
-
-
-def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
-    """Count the tokens of a prompt. Takes long for long prompts."""
-    chat = with_defaults(state, chat)
-    return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 
 def _length(

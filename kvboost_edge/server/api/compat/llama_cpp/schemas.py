@@ -9,7 +9,12 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
-from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
+from kvboost_edge.server.api.schemas.chat import (
+    ContinueFinal,
+    GenerationPrompt,
+    Messages,
+    TemplateVariables,
+)
 from kvboost_edge.server.api.schemas.samplers import SamplerFields
 from kvboost_edge.server.api.schemas.shared import (
     BoundedText,
@@ -269,10 +274,11 @@ class Infill(_Sampling):
 
 
 class ApplyTemplate(Strict):
-    """Body of /apply-template: messages to render with the chat template."""
+    """Body of /apply-template: messages to render as the prompt of a chat."""
 
     messages: Messages
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: ContinueFinal = None
     model: ModelName | None = None
