@@ -507,6 +507,13 @@ _REPORTING = (
         "tests/server/api/test_default_mode.py",
     ),
     fault(
+        "answers a client that disconnects during its body with an error",
+        "server/http/middleware.py",
+        'if message["type"] == "http.disconnect" and not self._is_complete:',
+        "if False:",
+        "tests/server/http/test_protocol.py::test_a_disconnect_during_a_body_is_not_an_error",
+    ),
+    fault(
         "computes embeddings in the shared worker threads",
         "server/work/bridge.py",
         "asyncio.ensure_future(in_thread(run))",

@@ -19,7 +19,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost_edge.server.api_errors import ApiError, as_api_error, error_response, log_failure
+from kvboost_edge.server.api_errors import (
+    ApiError,
+    ClientGone,
+    as_api_error,
+    error_response,
+    log_failure,
+)
 from kvboost_edge.server.error_shapes import id_headers
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.hosts import HostList
@@ -269,14 +275,19 @@ class _Body:
         self._receive = receive
         self._bodies = state.bodies
         self._limit = limit
+        self._is_complete = False
 
     async def receive(self) -> Message:
         """Return the next ASGI message.
 
         Raises:
             ApiError: the body exceeds its limit (413), or all bodies together exceed theirs (503).
+            ClientGone: the client disconnected before the body was complete.
         """
         message = await self._receive()
+        if message["type"] == "http.disconnect" and not self._is_complete:
+            raise ClientGone
+        self._is_complete = not message.get("more_body", False)
         if self._limit is None:
             return message
         size = len(message.get("body", b""))

@@ -387,3 +387,33 @@ def test_a_disconnect_during_a_large_answer_is_not_an_error(demo_engine, caplog)
             "the log lines",
         )
     assert {record.levelname for record in caplog.records} == {"INFO"}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "part"),
+    [
+        ("/v1/chat/completions", "application/json", b'{"messages": ['),
+        ("/api/pull", "application/json", b'{"model": '),
+        (
+            "/v1/files",
+            "multipart/form-data; boundary=x",
+            b"--x\r\nContent-Disposition: form-data; ",
+        ),
+    ],
+)
+def test_a_disconnect_during_a_body_is_not_an_error(
+    demo_engine, tmp_path, caplog, path, kind, part
+):
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+        "Content-Length: 1000\r\n\r\n"
+    )
+    with serving(demo_engine, batch_dir=tmp_path) as server, own_log(caplog):
+        with server.connect() as sock:
+            sock.sendall(head.encode() + part)
+            wait_until(lambda: server.server.server_state.tasks, "the request to begin")
+        wait_until(lambda: caplog.records, "the log line")
+        wait_until(server.idle, "the server to be idle")
+        assert not list(tmp_path.glob("*/files/*"))
+    (record,) = caplog.records
+    assert (record.levelname, record.facts["status"], record.facts["route"]) == ("INFO", 499, path)
