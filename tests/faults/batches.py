@@ -40,7 +40,7 @@ FAULTS = (
         f"{_BACKGROUND}::test_a_request_does_not_wait_for_a_background_prefix",
     ),
     fault(
-        "makes a background line wait for the prefix of a line that needs an idle engine",
+        "makes a background line wait for the prefix of an idle line",
         "engine/schedule/scheduler.py",
         "        return other.needs_idle and not all(one.is_background for one in self.running)\n",
         "        return False\n",

@@ -507,7 +507,7 @@ _REPORTING = (
         "tests/server/api/test_default_mode.py",
     ),
     fault(
-        "answers a client that disconnects during its body with an error",
+        "reports a disconnect during a body as an error",
         "server/http/middleware.py",
         'if message["type"] == "http.disconnect" and not self._is_complete:',
         "if False:",
