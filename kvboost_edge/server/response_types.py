@@ -597,7 +597,10 @@ class Piece(_Answer):
     """A token with its text."""
 
     id: int
-    piece: str
+    piece: Annotated[
+        str | list[int],
+        Field(description="Text, or a list of bytes if the token has only part of a character."),
+    ]
 
 
 class Tokenized(_Answer):

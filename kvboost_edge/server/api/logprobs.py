@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from kvboost_edge.engine.request.results import TokenLogprobs
@@ -39,6 +40,22 @@ class TokenTexts:
                     None if codec.joins_run(token_id) else codec.piece((token_id,)).encode()
                 )
         return self._bytes[token_id]
+
+    def piece(self, token_id: int) -> str | list[int]:
+        """Return the token's text, or its bytes if it has only part of a character."""
+        raw = self.raw(token_id)
+        if raw is None:
+            byte = self._fallback_bytes.get(token_id)
+            raw = self.text(token_id).encode() if byte is None else bytes([byte])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return list(raw)
+
+    @functools.cached_property
+    def _fallback_bytes(self) -> dict[int | None, int]:
+        """Bytes of the tokens for single bytes, by token id."""
+        return {self._tokenizer.codec.token_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
 
     def text(self, token_id: int) -> str:
         """Return the token's text, with U+FFFD in place of incomplete characters."""

@@ -51,14 +51,33 @@ def size_of(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None 
     return size_of_tools(tools) + sum(message.size + _TEMPLATE_CHARACTERS for message in messages)
 
 
-def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
+def encode_text(
+    tokenizer: Tokenizer,
+    text: str,
+    add_special_tokens: bool,
+    field: str,
+    *,
+    parse_special: bool = True,
+) -> list[int]:
     """Tokenize a text. Takes long for long texts.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        text: the text.
+        add_special_tokens: whether to add the tokenizer's special tokens, such as BOS.
+        field: field of the text, for errors.
+        parse_special: whether special tokens may be written in the text. If false, they are plain
+            text, and `add_special_tokens` has no effect.
 
     Raises:
         ApiError: the text yields no tokens (400). The error names `field`.
     """
     try:
-        ids = tokenizer.encode(text, add_special_tokens)
+        ids = (
+            tokenizer.encode(text, add_special_tokens)
+            if parse_special
+            else tokenizer.encode_framed("", text, "")
+        )
     except RequestError as error:
         raise bad_field(field, str(error)) from error
     if not ids:

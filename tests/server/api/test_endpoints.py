@@ -86,8 +86,30 @@ async def test_tokenize_answers_in_vllms_and_llama_cpps_form(tiny_app, tiny_engi
     with_text = {"content": text, "with_pieces": True, "return_token_strs": True}
     answer = (await tiny_app.post("/tokenize", json=with_text)).json()
     assert [piece["id"] for piece in answer["tokens"]] == plain
-    assert [piece["piece"] for piece in answer["tokens"]] == answer["token_strs"]
-    assert answer["token_strs"][0] == tokenizer.decode(plain[:1])
+    assert answer["token_strs"] == [tokenizer.decode([i]) for i in plain]
+    pieces = [piece["piece"] for piece in answer["tokens"]]
+    assert b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces) == text.encode()
+    partial = [isinstance(piece, list) for piece in pieces]
+    assert partial == ["\ufffd" in shown for shown in answer["token_strs"]]
+    assert set(partial) == {False, True}
+
+
+async def test_parse_special_decides_whether_content_may_contain_special_tokens(
+    tiny_app, tiny_engine
+):
+    tokenizer = tiny_engine.tokenizer
+    special = max(tokenizer.codec.special_texts()[0], key=len)
+    text = f"a{special}b"
+
+    async def ids(**fields):
+        answer = await tiny_app.post("/tokenize", json={"content": text, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    assert await ids() == await ids(parse_special=True) == tokenizer.encode(text, False)
+    plain = await ids(parse_special=False)
+    assert tokenizer.codec.token_id(special) not in plain
+    assert tokenizer.decode(plain, False) == text
 
 
 async def test_detokenize_inverts_tokenize(tiny_app, tiny_engine):
@@ -125,6 +147,12 @@ async def test_invalid_bodies_are_refused_by_name(tiny_app):
         ),
         ("/detokenize", {"tokens": [1] * (2**18 + 1)}, "tokens"),
         ("/tokenize", {"prompt": "a", "add_special": False}, "add_special"),
+        ("/tokenize", {"prompt": "a", "parse_special": True}, "parse_special"),
+        (
+            "/tokenize",
+            {"content": "a", "add_special": True, "parse_special": False},
+            "parse_special",
+        ),
         ("/tokenize", {"messages": MESSAGES, "add_special": True}, "add_special"),
         ("/tokenize", {"content": "a", "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),

@@ -1,5 +1,8 @@
 """Tests of tokens in OpenAI's log probabilities, including partial characters and byte tokens."""
 
+import tokenizers
+from tokenizers import decoders, models
+
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.server.api.completion_requests import CompletionChoice
@@ -9,6 +12,7 @@ from kvboost_edge.server.api.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
+from kvboost_edge.text.tokenizer import Tokenizer
 
 
 def test_partial_characters_keep_their_bytes(tiny_engine):
@@ -25,6 +29,21 @@ def test_partial_characters_keep_their_bytes(tiny_engine):
     counter = OffsetCounter(tokenizer, 10)
     offsets = [counter.add(i) for i in ids]
     assert offsets == [10, 10, 10, 11], "the offset must advance with the last byte of a character"
+
+
+def test_pieces_of_byte_fallback_tokens_are_their_bytes():
+    vocab = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
+    fast = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = Tokenizer.from_transformers(fast)
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer.encode("a漢!", add_special_tokens=False)
+    assert [texts.raw(i) for i in ids] == [b"a", None, None, None, None]
+    assert [texts.piece(i) for i in ids] == ["a", [0xE6], [0xBC], [0xA2], "!"]
 
 
 def test_the_sampled_token_is_listed_with_the_top_logprobs(tiny_engine):

@@ -112,6 +112,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) ->
             text,
             body.with_special_tokens,
             "content" if body.prompt is None else "prompt",
+            parse_special=body.parse_special,
         )
     else:
         ids = []
@@ -125,7 +126,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) ->
         )
     texts = TokenTexts(tokenizer)
     pieces: list[Piece] = (
-        [{"id": i, "piece": texts.text(i)} for i in ids] if body.with_pieces else []
+        [{"id": i, "piece": texts.piece(i)} for i in ids] if body.with_pieces else []
     )
     answer: Tokenized = {
         "tokens": pieces if body.with_pieces else ids,

@@ -19,6 +19,7 @@ __all__ = ["DetokenizeRequest", "TokenizeRequest"]
 # Fields of /tokenize, and the kinds of text to which they apply.
 _BELONGS_TO = {
     "add_special": ("content",),
+    "parse_special": ("content",),
     "add_special_tokens": ("prompt",),
     "add_generation_prompt": ("messages",),
     "continue_final_message": ("messages",),
@@ -36,7 +37,16 @@ class TokenizeRequest(Strict):
 
     content: BoundedText | None = None
     add_special: bool = Field(False, description="Add special tokens to content.")
-    with_pieces: bool = Field(False, description="Return the text of each token too, as objects.")
+    parse_special: bool = Field(
+        True, description="If false, special tokens written in content are plain text."
+    )
+    with_pieces: bool = Field(
+        False,
+        description=(
+            "Return objects with the id and the text of each token, or its bytes if it has only "
+            "part of a character."
+        ),
+    )
     prompt: BoundedText | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
@@ -59,6 +69,12 @@ class TokenizeRequest(Strict):
         if len(given) != 1:
             raise bad_field(
                 given[1] if given else "content", "give exactly one of content, prompt and messages"
+            )
+        if self.add_special and not self.parse_special:
+            raise bad_field(
+                "parse_special",
+                "parse_special=false cannot be combined with add_special=true; leave out one of "
+                "them",
             )
         for name, kinds in _BELONGS_TO.items():
             if (
