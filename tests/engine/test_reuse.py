@@ -182,7 +182,7 @@ def test_hit_reused_and_computed_tokens_add_up_to_the_prompt(repair, preempted):
     results = [handle.result(0) for handle in handles]
     assert sum(result.preemptions for result in results) == preempted
     paged = paged_stats(
-        bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering, StepTimes()
+        bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering, StepTimes(), 0
     )
     cache = cache_stats(bench.parts, bench.core.tiering)
     assert paged["span_tokens"] > 0
