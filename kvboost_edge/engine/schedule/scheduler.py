@@ -382,16 +382,19 @@ class Scheduler:
                 publish=sequence.request.publishes,
             )
             try:
-                if self._has_room(sequence, table, use_spans=use_spans):
+                has_room = self._has_room(sequence, table, use_spans=use_spans)
+                if has_room:
+                    missed = self.loads.missed(table)
                     self._extend(sequence, table, sequence.num_tokens, plan)
-                    self.waiting.remove(sequence)
-                    bisect.insort(self.running, sequence, key=_BY_RANK)
-                    sequence.admit(table, self.loads.missed(table))
-                    self.loads.used(table)
-                    return True
+                    sequence.admit(table, missed)
             except BaseException:
                 self.manager.free(table)
                 raise
+            if has_room:
+                self.waiting.remove(sequence)
+                bisect.insort(self.running, sequence, key=_BY_RANK)
+                self.loads.used(table)
+                return True
             self.manager.free(table)
             if not self._is_alone:
                 return False

@@ -276,11 +276,11 @@ class Sequence:
     def admit(self, table: BlockTable, missed: MissReason) -> None:
         """Start or resume on a new block table. Its cached tokens count as computed.
 
+        If a feature raises an error, the sequence keeps waiting without the table.
+
         Args:
             missed: reason why no further tokens were cached.
         """
-        self.table = table
-        self.status = SequenceStatus.RUNNING
         for feature in self.features:
             feature.admit(table)
         self.move_to(table.num_cached_tokens)
@@ -291,6 +291,8 @@ class Sequence:
             self.num_matched_tokens = table.num_matched_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
             self.missed = MissReason("bypassed") if bypassed else missed
+        self.table = table
+        self.status = SequenceStatus.RUNNING
 
     @property
     def was_admitted(self) -> bool:
