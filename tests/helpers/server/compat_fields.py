@@ -340,6 +340,11 @@ REFUSED: dict[str, list[Any]] = {
             "context_management",
         ),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
+        (
+            {"output_config": {"task_budget": {"type": "tokens", "total": 64_000}}},
+            "output_config.task_budget",
+            "max_tokens",
+        ),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
         ({"system": [{**text("x"), "cache_control": {"type": "ephemeral"}}] * 5}, "given 5 times"),
         ({"logprobs": True}, "logprobs"),

@@ -328,6 +328,14 @@ def test_an_invalid_rerank_request_is_refused_by_name(client, body, param):
     assert (answer.status_code, answer.json()["error"]["param"].split(".")[0]) == (400, param)
 
 
+@pytest.mark.parametrize("name", ["max_tokens_per_doc", "max_chunks_per_doc"])
+def test_a_limit_of_the_documents_is_refused_with_advice(client, name):
+    answer = client.post("/v1/rerank", json={"query": "q", "documents": ["d"], name: 512})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, name)
+    assert "documents are never truncated; shorten them" in error["message"]
+
+
 def test_a_disconnect_cancels_the_remaining_inputs(server):
     inputs = [[number + 1] * 1000 for number in range(16)]
     with server.connect() as socket:

@@ -16,9 +16,15 @@ from kvboost_edge.server.api.schemas.shared import (
     number_schema,
 )
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.unsupported_fields import GENERATING, UnsupportedField
 
 __all__ = ["EmbeddingRequest", "RerankRequest", "inputs_of"]
 
+_NOT_TRUNCATED = UnsupportedField("documents are never truncated; shorten them before sending")
+_UNSUPPORTED_TO_RERANK = {
+    **dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc"), _NOT_TRUNCATED),  # Cohere
+    "truncate_prompt_tokens": GENERATING["truncate_prompt_tokens"],  # vLLM
+}
 _KINDS = "must be a string, a list of strings, a list of token ids, or a list of such lists"
 
 
@@ -100,6 +106,8 @@ class EmbeddingRequest(_Common):
 
 class RerankRequest(_Common):
     """Body of /v1/rerank: a query, and documents to rank."""
+
+    unsupported = _UNSUPPORTED_TO_RERANK
 
     query: Query
     documents: Annotated[list[Document], counted("reranked")]

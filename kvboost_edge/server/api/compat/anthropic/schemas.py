@@ -54,6 +54,12 @@ _UNSUPPORTED: dict[str, UnsupportedField] = {
     ),
     "workspace_id": _IGNORED,
 }
+_NOT_IN_OUTPUT_CONFIG = {
+    "task_budget": UnsupportedField(
+        "the model is not shown a budget; limit an answer with max_tokens, or its reasoning with "
+        "thinking.budget_tokens"
+    ),
+}
 
 
 def _stop_sequences(value: list[str]) -> list[str]:
@@ -168,6 +174,8 @@ class Thinking(Strict):
 
 class OutputConfig(Strict):
     """Format of the answer, and the effort of thinking without `budget_tokens`."""
+
+    unsupported = _NOT_IN_OUTPUT_CONFIG
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[dict[str, Any] | None, PlainValidator(_format), or_null(_FORMAT)] = None
