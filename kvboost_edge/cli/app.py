@@ -1118,12 +1118,21 @@ add_commands(app)
 def run(argv: list[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    If the command raises a KVBoostError, prints one line to standard error and returns 1.
+    If the command raises a KVBoostError or an OSError, prints one line to standard error and
+    returns 1.
     """
     try:
         app(args=argv, prog_name="kvboost-edge")
     except KVBoostError as error:
         typer.echo(f"kvboost-edge: error: {' '.join(str(error).split())}", err=True)
+        return 1
+    except OSError as error:
+        place = error.filename or "the output cannot be written"
+        typer.echo(
+            f"kvboost-edge: error: {place}: {error.strerror or error}; free space, or use another "
+            "file",
+            err=True,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

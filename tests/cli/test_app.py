@@ -93,6 +93,24 @@ def test_wrong_usage_exits_with_2(argv, printed):
     assert "Traceback" not in printed(*argv, code=2).err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_failure_to_write_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvboost_edge", "models", "--suggest"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "kvboost-edge: error: the output cannot be written: No space left on device; free space, "
+        "or use another file\n"
+    )
+
+
 def test_generate_streams_text_and_a_summary(tiny_model_dir, printed):
     err = printed("generate", "Hello", "-m", tiny_model_dir, "-n", "8", *SMALL).err
     assert "8 tokens" in err or "stop" in err
