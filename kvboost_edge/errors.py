@@ -15,6 +15,7 @@ __all__ = [
     "KVBoostError",
     "ModelFormatError",
     "RequestError",
+    "exit_code",
     "install_extra",
 ]
 
@@ -69,3 +70,8 @@ class RequestError(KVBoostError, ValueError):
 
 class CacheCorruption(KVBoostError):
     """Error for inconsistent bookkeeping of the block pool, such as a double free or a stale id."""
+
+
+def exit_code(error: KVBoostError) -> int:
+    """Return a command's exit code for an error: 2 for an invalid option, otherwise 1."""
+    return 2 if isinstance(error, ConfigError) else 1

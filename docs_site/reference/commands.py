@@ -27,6 +27,13 @@ _HEAD = """# Commands
 
 `kvboost-edge --install-completion` makes the Tab key complete commands and options in bash, zsh,
 fish and PowerShell. `kvboost-edge --show-completion` prints the script instead.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | success |
+| 1 | error, or a negative result of `doctor`, `cache verify` or `reuse-check` |
+| 2 | wrong usage, or an option that is unknown, invalid or not supported |
+| 130 | interrupted with Ctrl-C |
 """
 _MORE = {
     "bench": "See [measure speed](how-to/benchmark.md).",

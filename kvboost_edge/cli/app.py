@@ -26,7 +26,7 @@ from kvboost_edge.cli.option_parsing import (
 )
 from kvboost_edge.cli.servers.query_commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.errors import ConfigError, KVBoostError
+from kvboost_edge.errors import ConfigError, KVBoostError, exit_code
 from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
 
 __all__ = ["app", "run"]
@@ -1118,14 +1118,14 @@ add_commands(app)
 def run(argv: list[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
-    If the command raises a KVBoostError or an OSError, prints one line to standard error and
-    returns 1.
+    If the command raises a KVBoostError or an OSError, prints one line to standard error. The code
+    is 2 for an invalid option, otherwise 1.
     """
     try:
         app(args=argv, prog_name="kvboost-edge")
     except KVBoostError as error:
         typer.echo(f"kvboost-edge: error: {' '.join(str(error).split())}", err=True)
-        return 1
+        return exit_code(error)
     except OSError as error:
         place = error.filename or "the output cannot be written"
         typer.echo(

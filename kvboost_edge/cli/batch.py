@@ -13,7 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from kvboost_edge.cli.console import counted, open_console, text_column
 from kvboost_edge.cli.session import loaded_engine
-from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError, install_extra
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    ConfigError,
+    KVBoostError,
+    RequestError,
+    install_extra,
+)
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -54,7 +60,7 @@ def run_batch_file(file: str, output: str | None, model: str, options: dict[str,
     answers_path = path.with_suffix(".answers.jsonl") if output is None else Path(output)
     errors_path = answers_path.with_suffix(".errors.jsonl")
     if path.resolve() in (answers_path.resolve(), errors_path.resolve()):
-        raise RequestError(f"{file!r} is also the output file; give another file with --output")
+        raise ConfigError(f"{file!r} is also the output file; give another file with --output")
     notes = open_console(stderr=True)
     with _disk_errors():
         lines, problems = read_lines(path, None, _MAX_LINES, _MAX_LINE_BYTES)

@@ -8,10 +8,9 @@ import sys
 from typing import Any
 
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.session import answer, loaded_engine, timing_line
-from kvboost_edge.engine.precheck import check_request
+from kvboost_edge.cli.session import answer, check_settings, loaded_engine, timing_line
 from kvboost_edge.engine.request.prompts import check_text
-from kvboost_edge.errors import RequestError
+from kvboost_edge.errors import ConfigError
 
 __all__ = ["run_generate"]
 
@@ -39,10 +38,10 @@ def run_generate(
         as_json: True to print the result as JSON.
     """
     if system and chat is False:
-        raise RequestError(
+        raise ConfigError(
             "--system needs the chat template, which --raw turns off; give only one of them"
         )
-    check_request(settings)  # before reading standard input
+    check_settings(settings)  # before reading standard input
     text = sys.stdin.read() if prompt == "-" else prompt
     check_text("the prompt", text)
     notes = open_console(stderr=True, quiet=as_json)

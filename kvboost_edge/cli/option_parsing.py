@@ -23,7 +23,7 @@ from kvboost_edge.config import (
 )
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import options_of, read_bytes
 
 __all__ = [
@@ -217,8 +217,8 @@ def sampling_options(
         named: Values of parameters with separate flags; None if not given.
 
     Raises:
-        RequestError: A pair is malformed.
-        ConfigError: A parameter is given twice, or the file contains no schema.
+        ConfigError: A pair is malformed, a parameter is given twice, or the file contains no
+            schema.
     """
     options: dict[str, Any] = {
         name: value for name, value in (named or {}).items() if value is not None
@@ -228,7 +228,7 @@ def sampling_options(
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise RequestError(
+            raise ConfigError(
                 f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9"
             )
         if name in flags:

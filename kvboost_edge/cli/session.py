@@ -21,6 +21,7 @@ from kvboost_edge.cli.render import (
     tokens_words,
 )
 from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.model import READ_BYTES_PER_SECOND, size_on_disk
 
@@ -28,7 +29,14 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.request.results import GenerationResult
 
-__all__ = ["answer", "found_model", "loaded_engine", "memory_line", "timing_line"]
+__all__ = [
+    "answer",
+    "check_settings",
+    "found_model",
+    "loaded_engine",
+    "memory_line",
+    "timing_line",
+]
 
 _LOOK_SECONDS = 0.1  # interval between updates of a progress bar
 
@@ -40,6 +48,21 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
         name: options[name] for name in ("revision", "token", "local_files_only") if name in options
     }
     yield locate_model(model, **wanted)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check the sampling parameters and other options of later requests.
+
+    Raises:
+        ConfigError: An option is invalid.
+        BackendUnavailable: The package for structured output is not installed.
+    """
+    from kvboost_edge.engine.precheck import check_request
+
+    try:
+        check_request(settings)
+    except RequestError as error:
+        raise ConfigError(str(error)) from error
 
 
 @contextmanager
@@ -56,11 +79,11 @@ def loaded_engine(
             downloaded or packed.
     """
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.precheck import check_limit, check_request
+    from kvboost_edge.engine.precheck import check_limit
 
     started = time.perf_counter()
     config = EngineConfig.from_options(**options)
-    check_request(settings or {})
+    check_settings(settings or {})
     with found_model(model, options, notes) as path:
         check_limit(path, config, (settings or {}).get("max_new_tokens"))
     with _loading_shown(notes, model, path) as progress:

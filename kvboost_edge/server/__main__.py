@@ -17,7 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, install_extra
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    ConfigError,
+    KVBoostError,
+    exit_code,
+    install_extra,
+)
 from kvboost_edge.host.signals import ENDING_SIGNALS, TERMINATING_SIGNALS
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
@@ -459,8 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Returns:
-        The exit code: 0 after a regular end, 1 after an error, 2 for wrong usage, 130 if
-        interrupted.
+        The exit code: 0 after a regular end, 1 after an error, 2 for wrong usage or an invalid
+        option, 130 if interrupted.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     if given in (["--help"], ["-h"]):  # without typer, which is slow to import
@@ -472,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(parse_flags(given, _PROG))
     except KVBoostError as error:
         print(f"{_PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
     return 0

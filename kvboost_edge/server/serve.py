@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from kvboost_edge.errors import ConfigError
+from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.open_files import allow_open_files, num_open_files
 from kvboost_edge.host.signals import ENDING_SIGNALS
 from kvboost_edge.server.http.protocol import make_protocol
@@ -184,7 +184,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     Port 0 picks a free port.
 
     Raises:
-        ConfigError: the address cannot be used.
+        KVBoostError: the address cannot be used.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -294,8 +294,8 @@ def freeze_heap() -> None:
     gc.collect()
 
 
-def _not_listening(settings: ServerSettings, error: OSError) -> ConfigError:
-    return ConfigError(
+def _not_listening(settings: ServerSettings, error: OSError) -> KVBoostError:
+    return KVBoostError(
         f"cannot listen on host={settings.host!r} port={settings.port}: {error.strerror}; choose "
         "another --port"
     )

@@ -31,12 +31,12 @@ def answered(printed):
 
 @pytest.fixture
 def refused(printed):
-    """Function `refused(*argv)` that returns the error of a failing command, which is its last
-    line.
+    """Function `refused(*argv, code=2)` that returns the error of a failing command, which is its
+    last line.
     """
 
-    def call(*argv):
-        line = printed(*argv, code=1).err.strip().splitlines()[-1]
+    def call(*argv, code=2):
+        line = printed(*argv, code=code).err.strip().splitlines()[-1]
         assert line.startswith("kvboost-edge: error: ")
         return line
 

@@ -188,13 +188,22 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered,
         (["--kv-cache-bits", "8", "-o", "kv_cache_bits=4"], "given twice"),
         (["--kv-cache-bits", "8,4", "-o", "runner=torch"], "kv_cache_bits"),
         (["-n", "-1"], "max_new_tokens"),
+    ],
+)
+def test_invalid_options_are_one_clean_line(extra, named, tiny_model_dir, refused):
+    assert named in refused("generate", "Hello", "-m", tiny_model_dir, *extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
         (["-n", "100000"], "max_new_tokens"),
         (["-n", "60", "--ctx-size", "64"], "context of 64"),
         (["-m", "/no/such/directory"], "/no/such/directory"),
     ],
 )
 def test_errors_are_one_clean_line(extra, named, tiny_model_dir, refused):
-    assert named in refused("generate", "Hello", "-m", tiny_model_dir, *extra)
+    assert named in refused("generate", "Hello", "-m", tiny_model_dir, *extra, code=1)
 
 
 def test_chat_reuses_earlier_turns(tiny_model_dir, printed, typed):

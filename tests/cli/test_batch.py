@@ -116,19 +116,19 @@ def test_an_interrupted_batch_can_be_resumed(printed, questions, tmp_path, end):
 def test_invalid_files_are_refused(refused, tmp_path, content, message):
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)
-    assert message in refused("batch", path)
+    assert message in refused("batch", path, code=1)
 
 
 def test_unusable_paths_are_refused(refused, questions, tmp_path):
     assert "nowhere.jsonl cannot be used: No such file" in refused(
-        "batch", tmp_path / "nowhere.jsonl"
+        "batch", tmp_path / "nowhere.jsonl", code=1
     )
     path = questions([chat(1)])
     assert "is also the output file" in refused("batch", path, "-o", path)
     notes = tmp_path / "notes.txt"
     notes.write_text("mine\n")
-    assert "is no answer of a batch" in refused("batch", path, "-o", notes)
+    assert "is no answer of a batch" in refused("batch", path, "-o", notes, code=1)
     assert notes.read_text() == "mine\n"
-    assert "cannot be used" in refused("batch", path, "-o", tmp_path / "no" / "out.jsonl")
+    assert "cannot be used" in refused("batch", path, "-o", tmp_path / "no" / "out.jsonl", code=1)
     assert json.loads(path.read_bytes())["custom_id"] == "1"
     assert os.listdir(tmp_path)

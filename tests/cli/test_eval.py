@@ -127,22 +127,33 @@ def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, printed, answere
 
 
 @pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        (["--against", "weights=int3"], "int3"),
+        (["--against", "weights=int3"], "'int4-asym'"),
+        (["--against", ""], "--against is empty"),
+        (["--against", "no_such=1"], "no_such"),
+        (["--arithmetic", "exact"], "arithmetic=exact changes no option"),
+        (["-o", "prefill=sparse", "--prefill", "sparse"], "give another value"),
+    ],
+)
+def test_invalid_eval_options_are_one_line(extra, named, tiny_model_dir, tmp_path, refused):
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"some text")
+    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, *extra)
+
+
+@pytest.mark.parametrize(
     ("content", "extra", "named"),
     [
         (None, [], "cannot be read"),
         (b"\xff\xfe text", [], "not UTF-8"),
         (b"", [], "1 tokens"),
         (b"some text", ["--window", "2"], "window=2"),
-        (b"some text", ["--against", "weights=int3"], "int3"),
-        (b"some text", ["--against", "weights=int3"], "'int4-asym'"),
-        (b"some text", ["--against", ""], "--against is empty"),
-        (b"some text", ["--against", "no_such=1"], "no_such"),
-        (b"some text", ["--arithmetic", "exact"], "arithmetic=exact changes no option"),
-        (b"some text", ["-o", "prefill=sparse", "--prefill", "sparse"], "give another value"),
     ],
 )
 def test_eval_errors_are_one_line(content, extra, named, tiny_model_dir, tmp_path, refused):
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, *extra)
+    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, *extra, code=1)

@@ -32,6 +32,6 @@ def test_inspect_and_generate(gguf, answered):
 
 @pytest.mark.parametrize("option", ["runner=torch", "device=cuda"])
 def test_options_that_need_torch_are_refused(gguf, option, printed):
-    err = printed("generate", "Hello", "-m", gguf, "-o", option, code=1).err
+    err = printed("generate", "Hello", "-m", gguf, "-o", option, code=2).err
     name, value = option.split("=")
     assert f"{name}='{value}': a GGUF file runs on the CPU only, in the native runner" in err

@@ -152,14 +152,14 @@ def test_errors_name_a_remedy(server, client, printed, monkeypatch):
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
         cases = {
-            ("--url", nobody): "is the server running?",
-            ("--url", "127.0.0.1:8000"): "must begin with http://",
-            ("--url", server, "--api-key", "other"): "does not accept the API key",
-            ("--url", server, "--model", "other"): "'other' is not served",
-            ("--url", server, "--exec"): "is not installed or",
+            ("--url", nobody): ("is the server running?", 1),
+            ("--url", "127.0.0.1:8000"): ("must begin with http://", 2),
+            ("--url", server, "--api-key", "other"): ("does not accept the API key", 2),
+            ("--url", server, "--model", "other"): ("'other' is not served", 2),
+            ("--url", server, "--exec"): ("is not installed or", 1),
         }
-        for argv, said in cases.items():
-            out, err = printed("launch", client, *argv, code=1)
+        for argv, (said, code) in cases.items():
+            out, err = printed("launch", client, *argv, code=code)
             assert said in err
             assert not out
     printed("launch", "emacs", code=2)

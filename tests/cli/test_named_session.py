@@ -37,7 +37,7 @@ def test_a_local_session_continues_with_its_cache_after_a_restart(
     second = printed(*chat).out
     assert "session travel plans: 2 turns" in second
     assert cached(second)[0] >= 32
-    refused = printed(*chat, "--system", "Another", code=1).err
+    refused = printed(*chat, "--system", "Another", code=2).err
     assert "--system differs from the system message of the session" in refused
 
 

@@ -16,7 +16,7 @@ from kvboost_edge.cli.option_parsing import (
     sampling_options,
     token_limit,
 )
-from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_stop_may_be_repeated_and_stays_text():
 @pytest.mark.parametrize("pair", ["num_blocks", "=3", ""])
 def test_malformed_pairs_are_refused(pair):
     assert_raises(ConfigError, "NAME=VALUE", engine_options, [pair])
-    assert_raises(RequestError, "NAME=VALUE", sampling_options, [pair])
+    assert_raises(ConfigError, "NAME=VALUE", sampling_options, [pair])
 
 
 def test_pack_cache_is_turned_off_by_flag_or_option():

@@ -31,15 +31,15 @@ def test_a_pulled_model_is_listed_and_removed(hub, answered, printed, refused):
 
 
 @pytest.mark.parametrize(
-    ("argv", "problem"),
+    ("argv", "problem", "code"),
     [
-        (["pull", "../x"], "is invalid"),
-        (["pull", "llama9"], "is not in a registry"),
-        (["pull", "models.example.org/a/b"], "is not configured"),
-        (["pull", f"{REPO}:Q8_0", "--max-bytes", "10"], "over the limit of 10"),
-        (["rm", "/etc/passwd"], "is invalid"),
+        (["pull", "../x"], "is invalid", 2),
+        (["pull", "llama9"], "is not in a registry", 2),
+        (["pull", "models.example.org/a/b"], "is not configured", 2),
+        (["pull", f"{REPO}:Q8_0", "--max-bytes", "10"], "over the limit of 10", 1),
+        (["rm", "/etc/passwd"], "is invalid", 2),
     ],
 )
-def test_invalid_pulls_are_refused(hub, argv, problem, refused):
-    assert problem in refused(*argv)
+def test_invalid_pulls_are_refused(hub, argv, problem, code, refused):
+    assert problem in refused(*argv, code=code)
     assert not hub.downloads()

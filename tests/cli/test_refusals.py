@@ -28,8 +28,8 @@ def no_model(monkeypatch):
 def refusal(printed):
     """Function that returns the complete output of a failing command, which must be one line."""
 
-    def call(*argv):
-        (line,) = printed(*argv, code=1).err.strip().splitlines()
+    def call(*argv, code=2):
+        (line,) = printed(*argv, code=code).err.strip().splitlines()
         assert line.startswith("kvboost-edge: error: ")
         return line
 
@@ -141,14 +141,14 @@ def test_a_schema_is_checked_before_loading(no_model, command, tmp_path, refusal
         assert "json_schema: the schema is invalid: " in line
         assert named in line
     monkeypatch.setattr("kvboost_edge.engine.grammar.compiler._is_installed", lambda: False)
-    assert install_extra("structured") in refusal(*command, "--json-schema", file)
+    assert install_extra("structured") in refusal(*command, "--json-schema", file, code=1)
 
 
 @pytest.mark.parametrize("extra", [[], ["--chat"]])
 def test_an_empty_prompt_is_refused_before_loading(no_model, extra, refusal, typed):
     typed("")
     for prompt in ("-", ""):
-        assert "the prompt is empty" in refusal("generate", prompt, *extra)
+        assert "the prompt is empty" in refusal("generate", prompt, *extra, code=1)
 
 
 def test_settings_are_checked_before_reading_the_prompt(no_model, refusal, monkeypatch):
@@ -161,7 +161,7 @@ def test_more_tokens_than_the_context_are_refused_before_packing(
     command, tiny_model_dir, tmp_path, refusal, monkeypatch
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
-    line = refusal(*command, "-m", tiny_model_dir, "-n", "100000")
+    line = refusal(*command, "-m", tiny_model_dir, "-n", "100000", code=1)
     assert "the model's context of 512 tokens" in line
     assert "-n max" in line
     assert not (tmp_path / "packed").exists()
@@ -188,4 +188,4 @@ def test_an_answer_may_fill_the_context(tiny_model_dir, answered, refusal, scale
     for limit in limits[: scale(1, 3)]:
         result = answered(*argv, *limit)
         assert result["prompt_tokens"] + result["generated_tokens"] == 512
-    assert "-n max" in refusal(*argv, "--json", "-n", "511")
+    assert "-n max" in refusal(*argv, "--json", "-n", "511", code=1)

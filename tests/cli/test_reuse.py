@@ -74,8 +74,8 @@ def test_answers_are_exact_by_default(answered):
     [
         (["--mode", "chunks"], 2, "chunk_kv_reuse"),
         (["--recompute-ratio", "0.1"], 1, "recompute_ratio"),
-        (["--mode", "chunk_kv_reuse", "--recompute-ratio", "2"], 1, "recompute_ratio=2"),
-        (["--mode", "chunk_kv_reuse", "--recompute-overlap", "-1"], 1, "recompute_overlap=-1"),
+        (["--mode", "chunk_kv_reuse", "--recompute-ratio", "2"], 2, "recompute_ratio=2"),
+        (["--mode", "chunk_kv_reuse", "--recompute-overlap", "-1"], 2, "recompute_overlap=-1"),
         (["--mode", "chunk_kv_reuse", "--recompute-strategy", "all"], 2, "cacheblend"),
         (["--mode", "chunk_kv_reuse", "-s", "prompt_logprobs=1"], 1, "prompt_logprobs"),
     ],

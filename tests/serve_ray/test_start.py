@@ -187,23 +187,24 @@ def _command(*flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "words", "code"),
     [
-        (["--workers", "1000"], "workers=1000 with 1 threads each need 1000 CPUs"),
-        (["--workers", "2", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--workers", "1000"], "workers=1000 with 1 threads each need 1000 CPUs", 2),
+        (["--workers", "2", "--model", "/nowhere/at/all"], "/nowhere/at/all", 1),
         (
             ["--ray-address", "127.0.0.1:1"],
             "ray_address='127.0.0.1:1': no Ray cluster answers there",
+            1,
         ),
     ],
 )
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_invalid_flags_are_reported_before_the_start(flags, words):
+def test_invalid_flags_are_reported_before_the_start(flags, words, code):
     done = subprocess.run(
         _command(*flags), capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == code, done.stderr
     assert words in done.stderr
 
 
@@ -220,7 +221,7 @@ def test_a_cluster_without_enough_cpus_is_reported(ray_cluster):
         check=False,
         env={**os.environ, **own},
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     assert "workers=5 with 1 threads each need 5 CPUs, but only 4 are available" in done.stderr
 
 

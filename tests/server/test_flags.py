@@ -289,8 +289,8 @@ def test_documents_are_chunked_and_warmed_for_each_key():
         (["--recompute-ratio", "2"], "recompute_ratio=2"),
     ],
 )
-def test_invalid_values_exit_with_1_and_one_line(argv, words, capsys):
-    assert main(argv) == 1
+def test_invalid_values_exit_with_2_and_one_line(argv, words, capsys):
+    assert main(argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("kvboost-server: error: ")
     assert words in error
@@ -372,7 +372,7 @@ def test_serve_is_a_command_of_the_package(capsys):
     shown = capsys.readouterr().out
     assert "kvboost-edge serve" in shown
     assert "Examples" in shown
-    assert run(["serve", "--workers", "0"]) == 1
+    assert run(["serve", "--workers", "0"]) == 2
     assert "kvboost-edge: error: workers=0" in capsys.readouterr().err
 
 

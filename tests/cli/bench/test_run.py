@@ -168,15 +168,17 @@ def test_invalid_options_are_refused_before_loading(argv, message, refused, monk
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "message", "code"),
     [
-        (["-p", "4096"], "pp4096 does not fit: "),
-        (["-d", "100"], "the depth 100 is not a multiple of 16"),
-        (["--max-memory", "1MB"], "max_memory"),
+        (["-p", "4096"], "pp4096 does not fit: ", 1),
+        (["-d", "100"], "the depth 100 is not a multiple of 16", 2),
+        (["--max-memory", "1MB"], "max_memory", 1),
     ],
 )
-def test_cases_that_do_not_fit_are_refused_before_measuring(argv, message, tiny_model_dir, printed):
-    shown = printed("bench", "-m", tiny_model_dir, "-t", "1", *argv, code=1)
+def test_cases_that_do_not_fit_are_refused_before_measuring(
+    argv, message, code, tiny_model_dir, printed
+):
+    shown = printed("bench", "-m", tiny_model_dir, "-t", "1", *argv, code=code)
     assert message in shown.err
     assert not shown.out
 

@@ -151,7 +151,7 @@ def test_verify_counts_damaged_blocks_and_fails(home, answer, printed):
 @pytest.mark.parametrize("extra", [[], ["--json"]])
 def test_clear_without_a_terminal_needs_yes(home, answer, printed, extra):
     before = sorted(path for path in home.rglob("*"))
-    said = printed("cache", "clear", *extra, code=1).err
+    said = printed("cache", "clear", *extra, code=2).err
     assert "--yes" in said
     assert "MB" in said
     assert sorted(path for path in home.rglob("*")) == before
@@ -198,7 +198,7 @@ def test_prune_removes_entries_unused_for_a_number_of_days(home, answer):
     ],
 )
 def test_options_of_other_actions_are_refused_by_name(home, printed, argv, named):
-    assert named in printed("cache", *argv, code=1).err
+    assert named in printed("cache", *argv, code=2).err
 
 
 def test_an_invalid_size_is_refused_with_examples(home, printed):

@@ -247,7 +247,7 @@ def test_a_conversation_with_a_real_server(typed, printed):
         cached = [int(count) for count in re.findall(r"(\d+) from the cache", out)]
         assert len(cached) == 2
         assert cached[1] > cached[0]
-        assert "does not accept the API key" in printed(*chat, "wrong", code=1).err
+        assert "does not accept the API key" in printed(*chat, "wrong", code=2).err
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_conversation_with_a_real_server(typed, printed):
     ],
 )
 def test_engine_options_are_refused_for_a_remote_server(argv, named, printed):
-    assert named in printed("chat", *argv, code=1).err
+    assert named in printed("chat", *argv, code=2).err
 
 
 def test_cache_options_are_sent_and_reuse_is_reported(server, printed, typed):

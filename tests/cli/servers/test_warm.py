@@ -84,7 +84,7 @@ def test_an_invalid_request_file_is_refused_by_name(tmp_path, text, said, printe
     file = tmp_path / "agent.json"
     if text is not None:
         file.write_text(text)
-    error = printed("warm", "--from-request", file, "--url", "http://127.0.0.1:9", code=1).err
+    error = printed("warm", "--from-request", file, "--url", "http://127.0.0.1:9", code=2).err
     assert said in error
     assert "agent.json" in error
 
