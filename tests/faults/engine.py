@@ -112,8 +112,22 @@ FAULTS = (
         "compiles each choice into an alternative of the parser",
         "engine/grammar/compiler.py",
         "return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))",
-        'return grammar_from("choice", grammar.text)',
+        'return __import__("llguidance").grammar_from("choice", grammar.text)',
         "tests/server/api/test_answer_format.py::test_guided_choice_accepts_up_to_10000_entries",
+    ),
+    fault(
+        "never splits lexemes of GBNF grammars",
+        "engine/grammar/gbnf_lexemes.py",
+        "wrong = _Units(grammar).wrong_lexemes()",
+        "wrong = list[Node]()",
+        "tests/engine/grammar/test_gbnf.py",
+    ),
+    fault(
+        "compares characters of GBNF grammars instead of their first bytes",
+        "engine/grammar/gbnf_lexemes.py",
+        "for start, stop in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):",
+        "for start, stop in ((0, 0x7F),):",
+        "tests/engine/grammar/test_gbnf.py",
     ),
     fault(
         "counts completed prefetches against more urgent requests",

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.engine.grammar.gbnf import is_gbnf
+from kvboost_edge.engine.grammar.gbnf_lexemes import LarkGrammar, lark_of_gbnf
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
 from kvboost_edge.engine.request.requested_grammar import KINDS, Grammar, MadeGrammar, read_grammar
@@ -52,6 +54,11 @@ _LIMITS: dict[str, Any] = {
 # Grammar size in bytes for each unit of lexer fuel. The longest step of a 700 KB grammar for 512
 # tools takes 16 ms.
 _FUELLED_BYTES = 1 << 17
+# Limits for GBNF grammars. With a vocabulary of 150,000 tokens, a JSON grammar takes 10,000 items.
+_GBNF_LIMITS = {"step_max_items": 20_000}
+# Limits for those whose lexemes are single characters. They take 15 ms per 300,000 items, and a
+# second if they are ambiguous, so all their masks are computed in another thread.
+_SLOW_LIMITS = {"step_max_items": 1_000_000, "max_items_in_row": 500}
 _STACK_BYTES = 128 << 20  # reserved address space; untouched pages use no memory
 # Niceness of the threads that compute slow masks. At 0, a mask takes a third of two cores from a
 # forward pass with two threads. A high value would let other programs starve a thread that holds
@@ -124,7 +131,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         try:
-            return GrammarConstraint(matcher, self._room, self._mask_threads.submit)
+            return GrammarConstraint(
+                matcher, self._room, self._mask_threads.submit, is_slow=_is_slow(grammar)
+            )
         except RequestError as error:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
@@ -234,7 +243,8 @@ def _check_text(grammar: Grammar) -> None:
     from llguidance import LLMatcher
 
     text = _compiler_text(grammar)
-    if grammar.kind != "grammar":  # a Lark grammar may name tokens of the vocabulary
+    # A Lark grammar may name tokens of the vocabulary.
+    if grammar.kind != "grammar" or _as_lark(grammar) is not None:
         refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
         if refusal:
             raise _refusal(grammar, refusal)
@@ -255,7 +265,7 @@ def _compiler_text(grammar: Grammar) -> str:
     Raises:
         RequestError: The grammar is invalid.
     """
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
     try:
         if grammar.kind == "json_schema":
@@ -264,9 +274,24 @@ def _compiler_text(grammar: Grammar) -> str:
             )
         if grammar.kind == "choice":
             return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))
-        return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
+        if grammar.kind == "grammar":
+            lark = _as_lark(grammar)
+            return LLMatcher.grammar_from_lark(grammar.text if lark is None else lark.text)
+        return LLMatcher.grammar_from_regex(grammar.text)
     except ValueError as error:
         raise RequestError(f"{grammar.kind} is not valid: {first_line(str(error))}") from None
+
+
+def _as_lark(grammar: Grammar) -> LarkGrammar | None:
+    """Convert a GBNF grammar to Lark. For another grammar, return None."""
+    if grammar.kind != "grammar" or isinstance(grammar.text, MadeGrammar):
+        return None
+    return lark_of_gbnf(grammar.text) if is_gbnf(grammar.text) else None
+
+
+def _is_slow(grammar: Grammar) -> bool:
+    lark = _as_lark(grammar)
+    return lark is not None and lark.is_slow
 
 
 def _lower_priority() -> None:
@@ -330,4 +355,6 @@ def _limits_of(grammar: Grammar) -> LLParserLimits:
 
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
     fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
-    return LLParserLimits(**{**_LIMITS, **fuel})
+    lark = _as_lark(grammar)
+    of_gbnf = {} if lark is None else _SLOW_LIMITS if lark.is_slow else _GBNF_LIMITS
+    return LLParserLimits(**{**_LIMITS, **fuel, **of_gbnf})

@@ -62,6 +62,7 @@ class GrammarConstraint(Constraint):
             share it.
         submit: Function that runs another function in a thread for slow masks. With None, masks are
             computed in the caller's thread.
+        is_slow: True if all masks but the first count as slow.
     """
 
     def __init__(
@@ -69,10 +70,13 @@ class GrammarConstraint(Constraint):
         matcher: LLMatcher,
         room: Floats,
         submit: Callable[[Callable[[], None]], Future[None]] | None = None,
+        *,
+        is_slow: bool = False,
     ) -> None:
         self._matcher = matcher
         self._room = room
         self._submit = submit
+        self._is_slow = is_slow
         self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
         self._forced: list[int] = []
         self._asks = True
@@ -115,7 +119,8 @@ class GrammarConstraint(Constraint):
             self._forced = []
         self._forced = self._forced[1:]
         is_stopped = self._matcher.is_stopped()
-        if self._slow_tokens and self._submit is not None and not is_stopped:
+        is_slow = self._is_slow or self._slow_tokens > 0
+        if is_slow and self._submit is not None and not is_stopped:
             self._pending = self._submit(self._find)
         return is_stopped
 

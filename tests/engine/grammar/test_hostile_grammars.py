@@ -120,6 +120,26 @@ HOSTILE = {
     "grammar: intersections": lambda: {
         "grammar": "start: A\nA: /.*a.{12}/ & /.*b.{13}/ & ~/.*c.{11}/"
     },
+    "grammar: a GBNF chain": lambda: {
+        "grammar": rules(900).replace("start: ", "root: ").replace(": ", " ::= ")
+    },
+    "grammar: a recursive GBNF chain": lambda: {
+        "grammar": "\n".join(
+            [
+                "root ::= r0",
+                *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(900)),
+                "r900 ::= [a] root",
+            ]
+        )
+    },
+    "grammar: ambiguous GBNF": lambda: {"grammar": "root ::= e\ne ::= e e | e e e | [a-z]"},
+    "grammar: GBNF counts": lambda: {
+        "grammar": 'root ::= (x x){0,1000} root?\nx ::= y{0,1000}\ny ::= "a" | [b]{0,99999}'
+    },
+    "grammar: many GBNF words": lambda: {
+        "grammar": "root ::= " + " | ".join(f'"{word}" root' for word in words(8000))
+    },
+    "grammar: a long GBNF word": lambda: {"grammar": f'root ::= "{"x" * 200_000}" root?'},
     "grammar: GBNF brackets": lambda: {"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
     "grammar: a chain inside a schema": lambda: {
         "grammar": "start: %json " + json.dumps(refs(lambda r: {"type": "array", "items": r}, 3000))

@@ -100,6 +100,16 @@ def test_slow_masks_move_to_another_thread_and_back(threads, monkeypatch):
     assert [name == mine for name in parser.threads] == [True, False, False, True, True]
 
 
+def test_masks_of_a_slow_grammar_are_computed_in_another_thread(threads):
+    parser = Parser(cost=0.0)
+    grammar = GrammarConstraint(parser, room(), threads.submit, is_slow=True)
+    for _ in range(3):
+        grammar.advance(2)
+        grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+    mine = threading.current_thread().name
+    assert [name == mine for name in parser.threads] == [True, False, False, False]
+
+
 @pytest.mark.parametrize(("cost", "tokens"), [(0.9, 0), (0.12, 3)])
 def test_masks_that_take_too_long_end_the_request(monkeypatch, cost, tokens):
     monkeypatch.setattr(masks, "_TOTAL_SECONDS", 0.4)

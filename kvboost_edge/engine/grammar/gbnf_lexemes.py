@@ -1,0 +1,661 @@
+"""Conversion of GBNF to Lark, which keeps the language of the grammar.
+
+llguidance matches lexemes with a lexer, which takes the longest match, while llama.cpp matches
+single characters. The largest parts without recursion become lexemes. If the longest match of one
+could be wrong, because it or another lexeme may go on where the text that follows it begins, a
+lexeme is split into smaller ones. Lexemes of one character are always right, but each takes a
+parser step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvboost_edge.engine.grammar.gbnf import (
+    Alt,
+    Chars,
+    Node,
+    Ranges,
+    Ref,
+    Repeat,
+    Seq,
+    Text,
+    read_gbnf,
+)
+
+__all__ = ["LarkGrammar", "lark_of_gbnf"]
+
+# Limits of the analysis. Above them, lexemes count as ambiguous.
+_MOST_POSITIONS = 400
+_MOST_COPIES = 40  # of a counted repetition; above, it counts as unbounded
+_MOST_DEPTH = 100
+_MOST_STATES = 4_000
+_MOST_ROUNDS = 40
+_MOST_LEXEMES = 1_500
+_FEW_CHARS = 8
+_ANY_BYTE = (1 << 256) - 1
+
+
+class LarkGrammar(NamedTuple):
+    """A grammar for llguidance.
+
+    Attributes:
+        text: the grammar in Lark.
+        is_slow: True if a lexeme is one character of a class, which makes the masks slower.
+    """
+
+    text: str
+    is_slow: bool
+
+
+@functools.lru_cache(maxsize=8)  # a client often repeats its grammar
+def lark_of_gbnf(text: str) -> LarkGrammar:
+    """Convert a grammar to Lark.
+
+    Raises:
+        RequestError: The grammar is invalid.
+    """
+    rules = read_gbnf(text)
+    regular = _regular_rules(rules)
+    rules = [_grouped(node, regular) for node in rules]
+    grammar = _Lexemes(rules, regular)
+    for _ in range(_MOST_ROUNDS):
+        wrong = _Units(grammar).wrong_lexemes()
+        if not wrong:
+            break
+        for node in wrong:
+            grammar.split(node)
+    else:
+        for rule in rules:
+            _split_all(rule)
+    return LarkGrammar(_lark(grammar), any(map(_is_wide, _Units(grammar).lexemes)))
+
+
+def _regular_rules(rules: Sequence[Node]) -> dict[int, _Size]:
+    """Return the rules that neither contain nor refer to a recursion, with their sizes."""
+    refs = [{node.rule for node in _walk(rule) if isinstance(node, Ref)} for rule in rules]
+    users: list[list[int]] = [[] for _ in rules]
+    for number, each in enumerate(refs):
+        for used in each:
+            users[used].append(number)
+    left = [len(each) for each in refs]
+    ready = [number for number, count in enumerate(left) if not count]
+    found: dict[int, _Size] = {}
+    while ready:
+        number = ready.pop()
+        found[number] = _size_of(rules[number], found)
+        for user in users[number]:
+            left[user] -= 1
+            if not left[user]:
+                ready.append(user)
+    return found
+
+
+class _Size(NamedTuple):
+    """The size of a part without recursion.
+
+    Attributes:
+        positions: number of its characters' positions, where a large repetition counts once.
+        depth: number of levels of its rules and groups.
+        may_be_empty: whether it matches the empty text.
+    """
+
+    positions: int
+    depth: int
+    may_be_empty: bool
+
+
+def _size_of(node: Node, rules: Mapping[int, _Size]) -> _Size:
+    if isinstance(node, Ref):
+        found = rules[node.rule]
+        return found._replace(depth=found.depth + 1)
+    if isinstance(node, Chars):
+        return _Size(1, 1, False)
+    if isinstance(node, Text):
+        return _Size(len(node.text), 1, not node.text)
+    parts = [_size_of(part, rules) for part in _parts(node)]
+    is_empty = [part.may_be_empty for part in parts]
+    copies = 1
+    if isinstance(node, Repeat):
+        is_empty.append(node.least == 0)
+        copies = _copies(node)
+    return _Size(
+        copies * sum(part.positions for part in parts),
+        1 + max((part.depth for part in parts), default=0),
+        any(is_empty) if isinstance(node, (Alt, Repeat)) else all(is_empty),
+    )
+
+
+def _copies(node: Repeat) -> int:
+    """Return how many copies of a repeated part an automaton has."""
+    if node.most is None or node.most > _MOST_COPIES:
+        return min(max(node.least, 1), 2)
+    return node.most
+
+
+def _walk(node: Node) -> Iterator[Node]:
+    yield node
+    for part in _parts(node):
+        yield from _walk(part)
+
+
+def _parts(node: Node) -> list[Node]:
+    if isinstance(node, (Seq, Alt)):
+        return node.parts
+    return [node.part] if isinstance(node, Repeat) else []
+
+
+def _is_regular(node: Node, regular: Mapping[int, _Size]) -> bool:
+    return all(each.rule in regular for each in _walk(node) if isinstance(each, Ref))
+
+
+def _grouped(node: Node, regular: Mapping[int, _Size]) -> Node:
+    """Put regular parts that belong together into one node."""
+    if _is_regular(node, regular):
+        return node
+    if isinstance(node, Repeat):
+        return Repeat(_grouped(node.part, regular), node.least, node.most)
+    if isinstance(node, Alt):
+        kept = [part for part in node.parts if _is_regular(part, regular)]
+        others = [_grouped(part, regular) for part in node.parts if not _is_regular(part, regular)]
+        return Alt([*([Alt(kept)] if len(kept) > 1 else kept), *others])
+    if isinstance(node, Seq):
+        parts: list[Node] = []
+        run: list[Node] = []
+        for part in [*node.parts, None]:
+            if part is not None and _is_regular(part, regular):
+                run.append(part)
+                continue
+            if run:
+                parts.append(Seq(run) if len(run) > 1 else run[0])
+                run = []
+            if part is not None:
+                parts.append(_grouped(part, regular))
+        return Seq(parts)
+    return node
+
+
+def _split_all(node: Node) -> None:
+    for each in _walk(node):
+        each.is_split = not isinstance(each, Chars)
+
+
+class _Lexemes:
+    """The rules and which of their parts are lexemes."""
+
+    def __init__(self, rules: Sequence[Node], regular: Mapping[int, _Size]) -> None:
+        self.rules = rules
+        self.regular = regular
+        self._is_whole: dict[Node, bool] = {}
+        self._automata: dict[Node, _Automaton] = {}
+        self._known: dict[tuple[Node, int], bool] = {}
+
+    def is_lexeme(self, node: Node) -> bool:
+        """Return whether the node is not split. Its parents must be split or irregular."""
+        if node.is_split:
+            return False
+        if node not in self._is_whole:
+            self._is_whole[node] = _is_regular(node, self.regular)
+        return self._is_whole[node]
+
+    def split(self, node: Node) -> None:
+        """Turn a lexeme into a rule of smaller lexemes."""
+        while not node.is_split and not isinstance(node, Chars):
+            node.is_split = True
+            if isinstance(node, Seq):
+                self._peel(node)
+            if not isinstance(node, Ref):
+                break
+            node = self.rules[node.rule]
+
+    def _peel(self, node: Seq) -> None:
+        """Separate parts that may be empty, such as white space, from the ends of a sequence."""
+        first, last = 0, len(node.parts)
+        while last > first and self._may_be_empty(node.parts[last - 1]):
+            last -= 1
+        while first < last and self._may_be_empty(node.parts[first]):
+            first += 1
+        if 1 < last - first < len(node.parts):
+            node.parts[first:last] = [Seq(node.parts[first:last])]
+
+    def _may_be_empty(self, node: Node) -> bool:
+        return _size_of(node, self.regular).may_be_empty
+
+    def automaton(self, node: Node) -> _Automaton:
+        if node not in self._automata:
+            self._automata[node] = _Automaton(self.rules, node, self.regular)
+        return self._automata[node]
+
+    def larger(self, a: Node, b: Node) -> list[Node]:
+        """Return the larger one of two lexemes, or both."""
+        sizes = [self.automaton(node).size for node in (a, b)]
+        return [node for node, size in zip((a, b), sizes, strict=True) if size == max(sizes)]
+
+    def may_go_on(self, node: Node, follow: int) -> bool:
+        """Return whether a match may go on with a byte that may also follow it."""
+        key = (node, follow)
+        if key not in self._known:
+            scan = _Scan([self.automaton(node)])
+            found = any(True for _ in scan.ambiguous(1, [follow]))
+            self._known[key] = found or scan.is_exhausted
+        return self._known[key]
+
+    def is_run(self, node: Node) -> bool:
+        """Return whether two matches in a row are always also one match."""
+        while isinstance(node, Ref):
+            node = self.rules[node.rule]
+        return isinstance(node, Repeat) and node.least <= 1 and node.most is None
+
+
+class _Spots(NamedTuple):
+    """The lexemes of a part of a rule, as sets of bits.
+
+    Attributes:
+        may_be_empty: whether the part matches the empty text.
+        first: lexemes that may begin it.
+        last: lexemes that may end it.
+    """
+
+    may_be_empty: bool
+    first: int
+    last: int
+
+
+_NOTHING = _Spots(False, 0, 0)
+
+
+class _Units:
+    """The lexemes at their places in the rules, and which may follow which."""
+
+    def __init__(self, grammar: _Lexemes) -> None:
+        self._grammar = grammar
+        self._places: dict[Node, int] = {}
+        self._rules: dict[int, _Spots] = {}
+        self._users: dict[int, set[int]] = {0: set()}
+        self._follows: list[int] = []
+        self._find_places()
+        if len(self._places) <= _MOST_LEXEMES:
+            self._find_spots()
+
+    def wrong_lexemes(self) -> list[Node]:
+        """Return lexemes to split because the longest match could be wrong."""
+        nodes = self.lexemes
+        if len(nodes) > _MOST_LEXEMES:
+            return [node for node in nodes if not isinstance(node, Chars)]
+        automata = [self._grammar.automaton(node) for node in nodes]
+        follow = [_union(automata[i].first_bytes for i in _bits(mask)) for mask in self._follows]
+        alive = self._alive(automata)
+        suspects = [
+            place
+            for place, others in enumerate(alive)
+            if any(
+                follow[place] & automata[other].later_bytes
+                and automata[place].first_bytes & automata[other].first_bytes
+                for other in _bits(others)
+            )
+        ]
+        if not all(automata[place].is_complete for place in suspects):
+            return [nodes[place] for place in suspects if not automata[place].is_complete]
+        wrong: dict[Node, None] = {}
+        for place in suspects:
+            if self._grammar.may_go_on(nodes[place], follow[place]):
+                wrong[nodes[place]] = None
+        joint = _Scan(automata)
+        for others in {alive[place] for place in suspects}:
+            for a, b in joint.ambiguous(others, follow):
+                if alive[a] >> b & 1:
+                    wrong.update(dict.fromkeys(self._grammar.larger(nodes[a], nodes[b])))
+            if joint.is_exhausted:
+                wrong.update(dict.fromkeys(nodes[place] for place in suspects))
+        return [node for node in wrong if not isinstance(node, Chars)]
+
+    @property
+    def lexemes(self) -> list[Node]:
+        return list(self._places)
+
+    def _find_places(self) -> None:
+        """Assign numbers to the lexemes of all rules that the first rule needs."""
+        todo = [0]
+        while todo:
+            rule = todo.pop()
+            if rule in self._rules:
+                continue
+            self._rules[rule] = _NOTHING
+            stack = [self._grammar.rules[rule]]
+            while stack:
+                node = stack.pop()
+                if self._grammar.is_lexeme(node):
+                    self._places.setdefault(node, len(self._places))
+                elif isinstance(node, Ref):
+                    todo.append(node.rule)
+                    self._users.setdefault(node.rule, set()).add(rule)
+                else:
+                    stack += node.chars if isinstance(node, Text) else _parts(node)
+
+    def _find_spots(self) -> None:
+        """Find the first and last lexemes of all rules, and then the lexemes that follow each."""
+        todo = list(self._rules)
+        while todo:
+            rule = todo.pop()
+            spots = self._spots(self._grammar.rules[rule], None)
+            if spots != self._rules[rule]:
+                self._rules[rule] = spots
+                todo += self._users[rule].difference(todo)
+        pairs: dict[tuple[int, int], None] = {}
+        for rule in self._rules:
+            self._spots(self._grammar.rules[rule], pairs)
+        self._follows = [0] * len(self._places)
+        for last, first in pairs:
+            for place in _bits(last):
+                self._follows[place] |= first
+
+    def _spots(self, node: Node, pairs: dict[tuple[int, int], None] | None) -> _Spots:
+        """Return a node's first and last lexemes.
+
+        Args:
+            pairs: receives sets of lexemes and the sets that may follow them.
+        """
+        if self._grammar.is_lexeme(node):
+            bit = 1 << self._places[node]
+            return _Spots(self._grammar.automaton(node).may_be_empty, bit, bit)
+        if isinstance(node, Ref):
+            return self._rules[node.rule]
+        if isinstance(node, Repeat):
+            return self._loop(node, pairs)
+        if isinstance(node, Alt):
+            each = [self._spots(part, pairs) for part in node.parts]
+            return _Spots(
+                any(spots.may_be_empty for spots in each),
+                _union(spots.first for spots in each),
+                _union(spots.last for spots in each),
+            )
+        whole = _Spots(True, 0, 0)
+        for part in node.chars if isinstance(node, Text) else _parts(node):
+            spots = self._spots(part, pairs)
+            if pairs is not None:
+                pairs[whole.last, spots.first] = None
+            whole = _Spots(
+                whole.may_be_empty and spots.may_be_empty,
+                whole.first | spots.first if whole.may_be_empty else whole.first,
+                whole.last | spots.last if spots.may_be_empty else spots.last,
+            )
+        return whole
+
+    def _loop(self, node: Repeat, pairs: dict[tuple[int, int], None] | None) -> _Spots:
+        spots = self._spots(node.part, pairs)
+        if pairs is not None and node.most != 1:
+            # In (a+ | b)*, two matches of a+ in a row are also one match.
+            merged = 0
+            if node.most is None and node.least <= 1:
+                for part in node.part.parts if isinstance(node.part, Alt) else [node.part]:
+                    if self._grammar.is_lexeme(part) and self._grammar.is_run(part):
+                        bit = 1 << self._places[part]
+                        merged |= bit
+                        pairs[bit, spots.first & ~bit] = None
+            pairs[spots.last & ~merged, spots.first] = None
+        return spots._replace(may_be_empty=spots.may_be_empty or node.least == 0)
+
+    def _alive(self, automata: Sequence[_Automaton]) -> list[int]:
+        """Return for each lexeme those that the lexer may match at the same time."""
+        alive = [0] * len(automata)
+        start = self._rules[0].first
+        for place in _bits(start):
+            alive[place] = start
+        todo = set(_bits(start))
+        while todo:
+            place = todo.pop()
+            # Both lexemes may match the same text, so those that follow either are alive together.
+            after = 0
+            for other in _bits(alive[place]):
+                if automata[place].first_bytes & automata[other].first_bytes:
+                    after |= self._follows[other]
+            for one in _bits(self._follows[place]):
+                if after & ~alive[one]:
+                    alive[one] |= after
+                    todo.add(one)
+            for one in _bits(after):
+                if self._follows[place] & ~alive[one]:
+                    alive[one] |= self._follows[place]
+                    todo.add(one)
+        return alive
+
+
+class _Automaton:
+    """The positions of a lexeme's characters (a Glushkov automaton).
+
+    It may match more than the lexeme, because large repetitions count as unbounded.
+
+    Attributes:
+        size: number of positions.
+        first_bytes: set of bytes that begin its matches.
+        later_bytes: set of bytes that begin its characters after the first.
+    """
+
+    def __init__(self, rules: Sequence[Node], node: Node, regular: Mapping[int, _Size]) -> None:
+        self.chars: list[Ranges] = []
+        self.follows: list[int] = []
+        self._rules = rules
+        self.size, depth, self.may_be_empty = _size_of(node, regular)
+        self.is_complete = self.size <= _MOST_POSITIONS and depth <= _MOST_DEPTH
+        self.first_bytes = self.later_bytes = _ANY_BYTE
+        if self.is_complete:
+            _, self.first, self.last = self._add(node)
+            self.bytes = [_lead_bytes(ranges) for ranges in self.chars]
+            self.first_bytes = self.bytes_of(self.first)
+            self.later_bytes = self.bytes_of(_union(self.follows))
+
+    def bytes_of(self, positions: int) -> int:
+        return _union(self.bytes[i] for i in _bits(positions))
+
+    def after(self, positions: int) -> int:
+        """Return the positions that may follow any of these."""
+        return _union(self.follows[i] for i in _bits(positions))
+
+    def _add(self, node: Node) -> tuple[bool, int, int]:
+        """Add a node's positions and return whether it may be empty, its first and last ones."""
+        while isinstance(node, Ref):
+            node = self._rules[node.rule]
+        if isinstance(node, Chars):
+            return self._position(node.ranges)
+        if isinstance(node, Text):
+            return self._sequence(self._position(((ord(c), ord(c)),)) for c in node.text)
+        if isinstance(node, Seq):
+            return self._sequence(self._add(part) for part in node.parts)
+        if isinstance(node, Alt):
+            each = [self._add(part) for part in node.parts]
+            return (
+                any(empty for empty, _, _ in each),
+                _union(first for _, first, _ in each),
+                _union(last for _, _, last in each),
+            )
+        part, most = node.part, node.most
+        if most is None or most > _MOST_COPIES:
+            copies = [self._copy(part, loops=i == 0) for i in range(_copies(node))]
+            found = self._sequence(reversed(copies))
+            return found[0] or node.least == 0, found[1], found[2]
+        least = node.least
+        return self._sequence(
+            (empty or i >= least, first, last)
+            for i, (empty, first, last) in ((i, self._add(part)) for i in range(most))
+        )
+
+    def _copy(self, node: Node, *, loops: bool) -> tuple[bool, int, int]:
+        found = self._add(node)
+        if loops:
+            self._connect(found[2], found[1])
+        return found
+
+    def _position(self, ranges: Ranges) -> tuple[bool, int, int]:
+        bit = 1 << len(self.chars)
+        self.chars.append(ranges)
+        self.follows.append(0)
+        return False, bit, bit
+
+    def _sequence(self, parts: Iterable[tuple[bool, int, int]]) -> tuple[bool, int, int]:
+        is_empty, first, last = True, 0, 0
+        for empty, begins, ends in parts:
+            self._connect(last, begins)
+            first |= begins if is_empty else 0
+            last = last | ends if empty else ends
+            is_empty &= empty
+        return is_empty, first, last
+
+    def _connect(self, last: int, first: int) -> None:
+        for i in _bits(last):
+            self.follows[i] |= first
+
+
+class _Scan:
+    """A simulation of a lexer that matches several lexemes at once.
+
+    Attributes:
+        is_exhausted: True if there were too many states to visit them all.
+    """
+
+    def __init__(self, automata: Sequence[_Automaton]) -> None:
+        self.is_exhausted = False
+        self._automata = automata
+        self._starts = [0, *itertools.accumulate(len(each.chars) for each in automata)]
+        masks: dict[Ranges, int] = {}
+        for start, automaton in zip(self._starts, automata, strict=False):
+            for i, ranges in enumerate(automaton.chars, start):
+                masks[ranges] = masks.get(ranges, 0) | 1 << i
+        points = {end for ranges in masks for low, high in ranges for end in (low, high + 1)}
+        self._classes = {
+            _union(mask for ranges, mask in masks.items() if _contains(ranges, point))
+            for point in points
+        }
+        self._seen: set[int] = set()
+
+    def ambiguous(self, lexemes: int, follow: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Return pairs of lexemes where the second may go on after a match of the first.
+
+        Args:
+            lexemes: the lexemes that the lexer matches at once.
+            follow: for each lexeme, the bytes that may follow it.
+        """
+        is_single = len(self._automata) == 1
+        todo = [_union(self._automata[i].first << self._starts[i] for i in _bits(lexemes))]
+        while todo:
+            into = todo.pop()
+            for each in self._classes:
+                state = into & each
+                if not state or state in self._seen:
+                    continue
+                if len(self._seen) >= _MOST_STATES:
+                    self.is_exhausted = True
+                    return
+                self._seen.add(state)
+                parts = dict(self._parts(state))
+                # One lexeme alone is checked by a scan of its own.
+                if len(parts) == 1 and not is_single:
+                    continue
+                after = {i: self._automata[i].after(part) for i, part in parts.items()}
+                for a, part in parts.items():
+                    if part & self._automata[a].last:
+                        for b, positions in after.items():
+                            if follow[a] & self._automata[b].bytes_of(positions):
+                                yield a, b
+                todo.append(_union(part << self._starts[i] for i, part in after.items()))
+
+    def _parts(self, state: int) -> Iterator[tuple[int, int]]:
+        """Return the lexemes in a state, each with its own positions."""
+        while state:
+            place = (state & -state).bit_length() - 1
+            i = bisect.bisect_right(self._starts, place) - 1
+            part = state >> self._starts[i] & (1 << self._starts[i + 1] - self._starts[i]) - 1
+            yield i, part
+            state ^= part << self._starts[i]
+
+
+def _is_wide(node: Node) -> bool:
+    """Return whether the node is one of more than a few characters."""
+    if not isinstance(node, Chars):
+        return False
+    return sum(high - low + 1 for low, high in node.ranges) > _FEW_CHARS
+
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, masks, 0)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _contains(ranges: Ranges, char: int) -> bool:
+    place = bisect.bisect_right(ranges, (char, 1 << 30)) - 1
+    return place >= 0 and char <= ranges[place][1]
+
+
+@functools.lru_cache(1 << 10)
+def _lead_bytes(ranges: Ranges) -> int:
+    """Return the set of first bytes of these characters in UTF-8."""
+    found = 0
+    for low, high in ranges:
+        for start, stop in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+            first, last = max(low, start), min(high, stop)
+            if first <= last:
+                begin, end = chr(first).encode()[0], chr(last).encode()[0]
+                found |= (1 << end + 1) - (1 << begin)
+    return found
+
+
+def _lark(grammar: _Lexemes) -> str:
+    """Write the grammar in Lark."""
+    lines: list[str] = []
+    names: dict[str, str] = {}
+    needed: dict[str, None] = {"r0": None}
+
+    def name(node: Node) -> str:
+        """Return the name of a lexeme's terminal."""
+        text = written(node, is_inside=True)
+        if text not in names:
+            names[text] = f"L{len(names)}"
+            lines.append(f"{names[text]}: {text}")
+        return names[text]
+
+    def written(node: Node, *, is_inside: bool = False) -> str:
+        """Write a node, either inside a lexeme or as a rule's part."""
+        if not is_inside and grammar.is_lexeme(node):
+            return name(node)
+        if isinstance(node, Chars):
+            return f"/[{''.join(map(_range, node.ranges))}]/"
+        if isinstance(node, Text):
+            if is_inside:
+                return f"/{''.join(map(_quoted, map(ord, node.text)))}/" if node.text else '""'
+            return " ".join(map(written, node.chars)) or '""'
+        if isinstance(node, Ref):
+            found = f"{'T' if is_inside else 'r'}{node.rule}"
+            needed[found] = None
+            return found
+        if isinstance(node, Repeat):
+            most = "" if node.most is None else node.most
+            return f"({written(node.part, is_inside=is_inside)}){{{node.least},{most}}}"
+        sign = " " if isinstance(node, Seq) else " | "
+        return f"({sign.join(written(part, is_inside=is_inside) for part in node.parts)})"
+
+    done: set[str] = set()
+    while waiting := [each for each in needed if each not in done]:
+        for each in waiting:
+            done.add(each)
+            node = grammar.rules[int(each[1:])]
+            lines.append(f"{each}: {written(node, is_inside=each[0] == 'T')}")
+    return "\n".join(["start: r0", *lines])
+
+
+def _range(ends: tuple[int, int]) -> str:
+    low, high = ends
+    return _quoted(low) if low == high else f"{_quoted(low)}-{_quoted(high)}"
+
+
+def _quoted(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and (char.isalnum() or char == " ") else f"\\x{{{code:x}}}"
