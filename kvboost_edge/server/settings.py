@@ -223,7 +223,8 @@ class ServerSettings:
     )
     body_seconds: float = option(
         30.0,
-        "Maximum time for the body of a request to arrive",
+        "Maximum time for the body of a request to arrive. An upload to /v1/files gets this time "
+        "for each MiB",
         float,
         group="Limits",
         unit="seconds",

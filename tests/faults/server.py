@@ -514,6 +514,13 @@ _REPORTING = (
         "tests/server/http/test_protocol.py::test_a_disconnect_during_a_body_is_not_an_error",
     ),
     fault(
+        "extends the deadline of an upload that does not advance",
+        "server/http/protocol.py",
+        "if self._is_upload() and count - self._uploaded >= _UPLOAD_BYTES:",
+        "if self._is_upload():",
+        "tests/server/http/test_limits.py::test_a_slow_body_gets_408",
+    ),
+    fault(
         "computes embeddings in the shared worker threads",
         "server/work/bridge.py",
         "asyncio.ensure_future(in_thread(run))",

@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with additional deadlines and strict parsing.
 
-A request head must be complete within `header_seconds`, and a body within `body_seconds`. A client
-that reads nothing for `write_seconds` is disconnected. The number of connections is limited. Each
+A request head must be complete within `header_seconds`, and a body within `body_seconds`. The
+deadline of an upload is extended as long as it advances. A client that reads nothing for
+`write_seconds` is disconnected. The number of connections is limited. Each
 deadline is a single timer of the event loop, so slow clients do not slow down others.
 
 The server rejects ambiguous requests (with two Content-Length headers, or one together with
@@ -46,7 +47,7 @@ from kvboost_edge.server.api_errors import ApiError, error_body
 from kvboost_edge.server.error_shapes import id_headers
 from kvboost_edge.server.http.headers import SECURITY_HEADERS
 from kvboost_edge.server.http.lingering_close import QUIET_SECONDS, LingeringTransport
-from kvboost_edge.server.http.middleware import account, new_request_id
+from kvboost_edge.server.http.middleware import UPLOAD_PATH, account, new_request_id
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
 
@@ -64,6 +65,7 @@ _MAX_PIPELINED = 64 * 1024  # bytes kept of pipelined requests
 _FEW_CHUNKS = 1000
 _MEAN_CHUNK = 64
 _VERSIONS = (b"1.0", b"1.1")
+_UPLOAD_BYTES = 1 << 20  # minimum number of bytes of an upload in each `body_seconds`
 # Documented by h11, but not in its __all__.
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
@@ -132,6 +134,11 @@ class _StrictConnection(h11.Connection):
         self._chunks = self._chunk_bytes = 0
         self._zeros = 0
         self.error_status = 400
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Number of bytes of the request's body so far."""
+        return self._chunk_bytes
 
     @property
     def num_buffered(self) -> int:
@@ -209,6 +216,7 @@ class DeadlineProtocol(H11Protocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._ask_timer: asyncio.TimerHandle | None = None
         self._half_closed = False
+        self._uploaded = 0  # bytes of an upload when its deadline was set
         self._surplus: int | None = None  # bytes received of a body after its response was sent
         self._reading_since = self.loop.time()
 
@@ -290,6 +298,7 @@ class DeadlineProtocol(H11Protocol):
 
     def head_complete(self) -> None:
         """Start the deadline of the body after the head is complete."""
+        self._uploaded = 0
         self._read_within(self.settings.body_seconds)
         # If the transport has not paused writing, the client has read the earlier responses.
         if not self.flow.write_paused:
@@ -314,8 +323,21 @@ class DeadlineProtocol(H11Protocol):
 
     def _too_slow(self) -> None:
         self._read_timer = None
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        count = self.conn.num_body_bytes
+        if self._is_upload() and count - self._uploaded >= _UPLOAD_BYTES:
+            self._uploaded = count
+            self._read_within(self.settings.body_seconds)
+        else:
             self._refuse(408)
+
+    def _is_upload(self) -> bool:
+        """Return whether the request in progress uploads a file."""
+        if self._between_requests() or self.kv.batches is None:
+            return False
+        scope = self.cycle.scope
+        return bool(scope["method"] == "POST" and scope["path"] == UPLOAD_PATH)
 
     # Writing.
 

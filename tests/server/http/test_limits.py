@@ -11,6 +11,7 @@ import time
 import pytest
 
 from helpers.server.live_servers import raw_answer, serving, wait_until
+from kvboost_edge.server.http import protocol
 
 TEXT = {"model": "kvboost-edge/demo", "prompt": "Hello", "max_tokens": 4, "temperature": 0}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -129,6 +130,55 @@ def test_a_slow_request_gets_408_and_is_closed(strict, start):
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code": "request_timeout"' in answer
     assert 0.3 < seconds < 5
+
+
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+)
+FORM_END = b"\r\n--x--\r\n"
+
+
+def start_of_upload(path, size):
+    """Return the head of an upload, and the start of its form, whose file has `size` bytes."""
+    length = len(FORM) + size + len(FORM_END)
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {length}\r\n\r\n"
+    ).encode() + FORM
+
+
+def test_an_upload_that_advances_may_take_longer(demo_engine, tmp_path, monkeypatch):
+    """Each piece is sent after the deadline of the previous one was extended."""
+    monkeypatch.setattr(protocol, "_UPLOAD_BYTES", 1000)
+    with (
+        serving(demo_engine, batch_dir=tmp_path, body_seconds=0.3) as server,
+        server.connect() as sock,
+    ):
+        sock.sendall(start_of_upload("/v1/files", 5000))
+        wait_until(lambda: server.server.server_state.connections, "the connection")
+        (connection,) = server.server.server_state.connections
+        for number in range(1, 5):
+            sock.sendall(b"x" * 1000)
+            wait_until(lambda: connection._uploaded >= 1000 * number, "a new deadline")  # noqa: B023
+        sock.sendall(b"x" * 1000 + FORM_END)
+        answer = raw_answer(sock)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"bytes":5000' in answer
+
+
+@pytest.mark.parametrize(("path", "count"), [("/v1/files", 500), ("/v1/completions", 2000)])
+def test_a_slow_body_gets_408(demo_engine, tmp_path, monkeypatch, path, count):
+    """An upload must advance, and other bodies have a fixed deadline."""
+    monkeypatch.setattr(protocol, "_UPLOAD_BYTES", len(FORM) + 1000)
+    with (
+        serving(demo_engine, batch_dir=tmp_path, body_seconds=0.3) as server,
+        server.connect() as sock,
+    ):
+        sock.sendall(start_of_upload(path, 5000) + b"x" * count)
+        answer = raw_answer(sock)
+        wait_until(lambda: not list(tmp_path.glob("*/files/*")), "the file to be removed")
+    assert answer.startswith(b"HTTP/1.1 408")
 
 
 def test_trickling_bytes_do_not_extend_the_deadline(strict):
