@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from kvboost_edge.cli.console import open_console, text_column
+from kvboost_edge.cli.console import open_console, piped_text, text_column
 from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import EngineConfig
@@ -93,7 +92,7 @@ def parse_against(text: str) -> dict[str, Any]:
 
 def _read(file: str) -> str:
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        return piped_text() if file == "-" else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is not UTF-8 text: {error}") from error
     except OSError as error:

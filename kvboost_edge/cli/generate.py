@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.console import open_console, piped_text
 from kvboost_edge.cli.session import answer, check_settings, loaded_engine, timing_line
 from kvboost_edge.engine.request.prompts import check_text
 from kvboost_edge.errors import ConfigError
@@ -42,7 +42,7 @@ def run_generate(
             "--system needs the chat template, which --raw turns off; give only one of them"
         )
     check_settings(settings)  # before reading standard input
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = piped_text() if prompt == "-" else prompt
     check_text("the prompt", text)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes, settings) as engine:

@@ -1,5 +1,6 @@
 """End-to-end tests of the command line on a tiny random model."""
 
+import io
 import json
 import re
 import shutil
@@ -15,7 +16,9 @@ from helpers.json_files import change_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.app import app
+from kvboost_edge.cli.console import piped_text
 from kvboost_edge.cli.warmup import _forms
+from kvboost_edge.errors import RequestError
 from kvboost_edge.models.fingerprint import fingerprint_of_directory
 from kvboost_edge.server.serve_options import command_options
 
@@ -171,6 +174,23 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered,
     typed("Hello")
     shown = answered("generate", "-", "-m", tiny_model_dir, "-n", "2", "--raw", *SMALL)
     assert shown["prompt"] == "Hello"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("Grüße 👋\r\nund\rmehr\n".encode(), "Grüße 👋\nund\nmehr\n"),
+        (b"a\xff\xfe", "standard input is not UTF-8 (byte 0xff at offset 1); convert it to UTF-8"),
+        ("é".encode()[:1], "standard input is not UTF-8 (byte 0xc3 at offset 0)"),
+    ],
+)
+def test_standard_input_is_read_as_utf8(data, expected, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "latin-1"))
+    if expected.startswith("standard input"):
+        with pytest.raises(RequestError, match=re.escape(expected)):
+            piped_text()
+    else:
+        assert piped_text() == expected
 
 
 @pytest.mark.parametrize(
