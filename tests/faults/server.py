@@ -521,6 +521,14 @@ _REPORTING = (
         "tests/server/http/test_limits.py::test_a_slow_body_gets_408",
     ),
     fault(
+        "lets clients retry an answer whose decoding takes too long",
+        "server/api/generation.py",
+        "if any(handle.progress().seconds_left == 0 for handle in handles):",
+        "if False:",
+        "tests/server/work/test_admission.py::"
+        "test_clients_do_not_retry_an_answer_whose_decoding_takes_too_long",
+    ),
+    fault(
         "computes embeddings in the shared worker threads",
         "server/work/bridge.py",
         "asyncio.ensure_future(in_thread(run))",

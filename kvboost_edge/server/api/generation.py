@@ -10,11 +10,11 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.types import Send
 
-from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.rendered_request import RenderedRequest
-from kvboost_edge.server.api_errors import ClientGone, as_api_error, log_failure
+from kvboost_edge.server.api_errors import ClientGone, DeadlineExceeded, as_api_error, log_failure
 from kvboost_edge.server.cache_report.recent_requests import Diagnosis
 from kvboost_edge.server.state import state_of
 from kvboost_edge.server.work.admission import Admission
@@ -34,6 +34,7 @@ __all__ = ["AnswerWriter", "record_cache_use", "respond"]
 _PROGRESS_SECONDS = 0.5  # interval between progress events
 # Clients and proxies drop a stream that is silent for 30 seconds or more.
 _PING_SECONDS = 10.0
+_NO_RETRY = {"X-Should-Retry": "false"}  # read by OpenAI's and Anthropic's clients
 _FEW_TOKENS = 2000  # parsing this many takes about 10 ms
 
 
@@ -92,12 +93,31 @@ async def respond(
     if rendered.streams:
         await _respond_stream(request, rendered, writer, writer.events(send))
         return
+    handles: list[RequestHandle] = []
+    try:
+        body = await _whole(request, rendered, writer, handles)
+    except DeadlineExceeded as error:
+        # A retry finds the prompt in the cache, but decodes the answer from the start.
+        if any(handle.progress().seconds_left == 0 for handle in handles):
+            error.headers = _NO_RETRY
+        raise
+    await send_json(send, body)
+
+
+async def _whole(
+    request: Request,
+    rendered: RenderedRequest,
+    writer: AnswerWriter,
+    handles: list[RequestHandle],
+) -> bytes:
+    """Run the request and return the answer as JSON. Add the handles of its sequences."""
     state = state_of(request)
     async with (
         state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
         running(state.engine, rendered, admission) as started,
         record_cache_use(request, admission, rendered, started) as run,
     ):
+        handles += run.handles
         results = await wait_all(admission, run.handles)
         await _diagnosed(rendered, writer, run, results[0])
         if (
@@ -110,7 +130,7 @@ async def respond(
         else:
             body = writer.whole(run, results)
         _reasoned(writer, run)
-    await send_json(send, body)
+    return body
 
 
 async def _respond_stream(

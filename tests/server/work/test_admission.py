@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 
+import openai
 import pytest
 from fastapi.routing import APIRoute
 
@@ -139,6 +140,30 @@ def test_the_deadline_covers_the_queue(tiny_model_dir):
             assert answer.status_code == 504
             assert first[0].status_code == 504
             wait_until(server.idle, "the work to stop")
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_clients_do_not_retry_an_answer_whose_decoding_takes_too_long(tiny_engine, held, steps):
+    """They retry if the prompt took too long, because its computed part is cached."""
+    with (
+        serving(tiny_engine, request_timeout=1.0) as server,
+        openai.OpenAI(
+            base_url=f"{server.base_url}/v1", api_key="none", max_retries=1, timeout=30
+        ) as client,
+    ):
+        refused = []
+        client._client.event_hooks["response"] = [lambda answer: refused.append(answer.headers)]
+        held.step(steps)
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(
+                model=MODEL, prompt="Hello", max_tokens=40, extra_body={"ignore_eos": True}
+            )
+        assert len(refused) == (1 if steps else 2)
+        assert {headers.get("x-should-retry") for headers in refused} == (
+            {"false"} if steps else {None}
+        )
+        held.release()
+        wait_until(server.idle, "the work to stop")
 
 
 def test_a_stream_past_its_deadline_ends_with_an_error_event(tiny_engine, held):
