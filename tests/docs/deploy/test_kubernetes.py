@@ -75,6 +75,14 @@ def test_the_runtime_starts_the_server_with_flags_that_it_accepts():
     assert container["securityContext"]["runAsNonRoot"] is True
 
 
+@pytest.mark.parametrize("name", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_the_probes_of_the_runtime_have_the_limits_of_the_chart(pods, name):
+    [server] = pods["spec"]["containers"]
+    [container] = FOUND["ServingRuntime"]["spec"]["containers"]
+    path = {"path": server[name]["httpGet"]["path"], "port": PORT}
+    assert container[name] == {**server[name], "httpGet": path}
+
+
 def test_the_service_uses_the_runtime_and_one_of_its_formats():
     runtime, model = (
         FOUND["ServingRuntime"],
