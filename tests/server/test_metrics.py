@@ -243,7 +243,9 @@ def test_each_server_has_its_own_counters(server, demo_engine):
 
 
 def test_the_dashboard_uses_existing_metrics(server):
-    present = {name for name, _ in scrape(server)}
+    samples = scrape(server)
+    present = {name for name, _ in samples}
+    of_models = {name for name, labels in samples if "model_name" in dict(labels)}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
@@ -255,3 +257,6 @@ def test_the_dashboard_uses_existing_metrics(server):
         assert names, expression
         assert set(names) <= present, (expression, set(names) - present)
         assert expression.count("(") == expression.count(")")
+        # The dashboard's variable selects the models.
+        chosen = re.findall(r'((?:vllm|llamacpp|kvboost):\w+)\{model_name=~"\$model"', expression)
+        assert chosen == [name for name in names if name in of_models], expression
