@@ -51,6 +51,7 @@ _ELSEWHERE = {
 _SIZE = re.compile(
     r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?P<unit>[kmgt])(?P<binary>i)?b?", re.IGNORECASE
 )
+_DAY_SECONDS = 86_400
 _SIZE_WORDS = "a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
 
 
@@ -121,6 +122,10 @@ class Option:
             return self.unset
         if isinstance(self.default, tuple):
             return ",".join(one.encode("unicode_escape").decode() for one in self.default)
+        if self.unit == "bytes":
+            return _size_words(self.default)
+        if self.unit == "seconds" and self.default and not self.default % _DAY_SECONDS:
+            return f"{self.default:.0f} ({self.default // _DAY_SECONDS:.0f} days)"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
@@ -210,6 +215,15 @@ class Option:
         self, name: str, value: Any, error: type[Exception], choices: tuple[str, ...]
     ) -> NoReturn:
         raise error(f"{name}={value!r} is not one of {_listed(choices)}") from None
+
+
+def _size_words(nbytes: int) -> str:
+    """Format a size so that `read_bytes` returns it, with the largest unit that divides it."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        for base, unit in ((1024, "iB"), (1000, "B")):
+            if nbytes and not nbytes % base**power:
+                return f"{nbytes // base**power} {letter}{unit}"
+    return str(nbytes)
 
 
 def read_bytes(text: str) -> int:

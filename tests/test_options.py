@@ -9,7 +9,7 @@ import pytest
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.options import check_options, option, option_of, options_of
+from kvboost_edge.options import check_options, option, option_of, options_of, read_bytes
 from kvboost_edge.server.settings import ServerSettings
 
 
@@ -121,6 +121,28 @@ def test_defaults_are_valid_and_of_their_declared_types(owner):
     """`check_options` does not check defaults, so this test passes each one to its declared check."""
     for name, declared in options_of(owner).items():
         assert declared.checked(name, declared.default, ValueError) is declared.default, name
+
+
+@pytest.mark.parametrize(
+    ("default", "unit", "shown"),
+    [
+        (8 * 1024**2, "bytes", "8 MiB"),
+        (100 * 10**9, "bytes", "100 GB"),
+        (4 * 1024**3, "bytes", "4 GiB"),
+        (1500, "bytes", "1500"),
+        (0, "bytes", "0"),
+        (None, "bytes", "none"),
+        (30 * 86_400, "seconds", "2592000 (30 days)"),
+        (90, "seconds", "90"),
+        (0, "seconds", "0"),
+        (2048, "tokens", "2048"),
+    ],
+)
+def test_a_default_is_shown_with_its_unit(default, unit, shown):
+    declared = dataclasses.replace(option_of(Sample, "size"), default=default, unit=unit)
+    assert declared.shown_default == shown
+    if unit == "bytes" and default is not None:
+        assert read_bytes(shown) == default
 
 
 def test_a_secret_is_not_shown():
