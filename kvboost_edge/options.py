@@ -313,13 +313,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     Names from other programs are translated. A known name with this prefix is preferred to a
     similar one.
     """
-    names = list(known)
+    names = {one.lstrip("-").replace("-", "_"): one for one in known}
     plain = name.lstrip("-").replace("-", "_")
     meant = _ELSEWHERE.get(plain, ())
-    same = [one for one in names if one.lstrip("-").replace("-", "_") in meant]
-    begun = [one for one in names if one.startswith(name)]
-    close = difflib.get_close_matches(name, names, n=1)
-    return next(iter([*same, *begun, *close]), "")
+    same = [one for one in names if one in meant]
+    begun = [one for one in names if one.startswith(plain)]
+    close = difflib.get_close_matches(plain, names, n=1)
+    found = next(iter([*same, *begun, *close]), "")
+    return names.get(found, "")
 
 
 def refuse_unknown(
