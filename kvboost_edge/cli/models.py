@@ -33,6 +33,9 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows))  # ASCII, because a name may contain bytes that are not UTF-8
         return
+    if not rows and word:
+        console.print(f"No model has {word!r} in its name; leave out the word to see all models.")
+        return
     if not rows:
         console.print(
             "No models found. Try `kvboost-edge demo`, or a model from `kvboost-edge models "

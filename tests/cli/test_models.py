@@ -184,6 +184,7 @@ def test_damaged_files_are_reported_by_the_readers(folder, tiny_model_dir, rows_
 
 def test_the_table_is_filtered_by_a_word(folder, tiny_model_dir, rows_of, printed):
     assert "No models found" in printed("models").out
+    assert "No model has 'zzz' in its name; " in printed("models", "zzz").out
     write_gguf(tiny_model_dir, folder / "good[bold].gguf", kind="Q8_0")
     (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
     out = "".join(printed("models").out.replace("│", "").split())

@@ -112,7 +112,7 @@ def run_cache(
     else:
         if action == "list" and entries:
             _print_status(entries, root, console)
-        _print_rows(answer["rows"], action, console, dry_run=dry_run)
+        _print_rows(answer["rows"], action, word, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError(
             "damaged blocks were found and are not used; remove them with `kvboost-edge cache "
@@ -217,11 +217,11 @@ def _print_status(entries: Sequence[CacheEntry], root: Path, console: Console) -
 
 
 def _print_rows(
-    rows: Sequence[dict[str, Any]], action: str, console: Console, *, dry_run: bool
+    rows: Sequence[dict[str, Any]], action: str, word: str, console: Console, *, dry_run: bool
 ) -> None:
     if not rows:
-        empty = "Nothing to remove." if action in ("prune", "clear") else "Nothing is cached."
-        console.print(empty)
+        empty = "Nothing to remove" if action in ("prune", "clear") else "Nothing is cached"
+        console.print(f"{empty} under a name with {word!r}." if word else f"{empty}.")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("what", "model"):

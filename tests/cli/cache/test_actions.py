@@ -201,6 +201,11 @@ def test_options_of_other_actions_are_refused_by_name(home, printed, argv, named
     assert named in printed("cache", *argv, code=2).err
 
 
+def test_a_word_without_matches_is_named(home, printed):
+    for action, empty in (("list", "Nothing is cached"), ("prune", "Nothing to remove")):
+        assert f"{empty} under a name with 'zzz'." in printed("cache", action, "zzz").out
+
+
 def test_an_invalid_size_is_refused_with_examples(home, printed):
     err = " ".join(printed("cache", "prune", "--max-disk-bytes", "much", code=2).err.split())
     assert "'much' is not a size in bytes, such as 500M, 1GB, 8GiB or 1e9" in err
