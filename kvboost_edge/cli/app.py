@@ -68,6 +68,9 @@ class _Commands(TyperGroup):
             if _lacks_value(error, command, "sampling"):
                 print_sampling_parameters()
             suggest_flag(error, option_advice)
+            message: str = error.message  # type: ignore[attr-defined]
+            # Newer versions of typer prefix the messages of wrong choices with pydantic's words.
+            error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             raise
 
 

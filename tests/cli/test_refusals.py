@@ -91,10 +91,17 @@ def test_an_engine_option_as_a_flag_names_the_correct_form(printed, argv, advice
     assert ("Use -" in err) == advice.startswith("Use -")
 
 
-def test_an_unknown_flag_without_a_similar_one_suggests_none(printed):
-    err = printed("generate", "x", "--xyzzy", code=2).err
-    assert "No such option: --xyzzy " in " ".join(err.split())
+@pytest.mark.parametrize("argv", ["generate x --xyzzy", "serve --bogus"])
+def test_an_unknown_flag_without_a_similar_one_suggests_none(printed, argv):
+    err = printed(*argv.split(), code=2).err
+    assert f"No such option: {argv.split()[-1]}" in " ".join(err.split())
     assert "Did you mean" not in err
+
+
+@pytest.mark.parametrize("argv", ["generate x --mode foo", "cache foo", "launch foo"])
+def test_a_wrong_choice_is_named_first(printed, argv):
+    err = printed(*argv.split(), code=2).err
+    assert ": 'foo' is not one of " in " ".join(err.replace("│", "").split())
 
 
 @pytest.mark.parametrize("argv", ["generate -o list", "generate x -o", "chat --option list"])
