@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from kvboost_edge.errors import RequestError
@@ -13,13 +15,22 @@ from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.lark import Atom, Lark, Rule, escaped
 from kvboost_edge.text.turns.python_literals import LONGEST, bare, named, string_inside
 from kvboost_edge.text.turns.scanner import Scanner, Step
-from kvboost_edge.text.turns.schema_queries import members_of, resolved, types_of, without_needless
+from kvboost_edge.text.turns.schema_queries import (
+    is_same,
+    members_of,
+    resolved,
+    types_of,
+    without_needless,
+)
 
 __all__ = ["BracedArguments", "BracedGrammar", "is_braced_key"]
 
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OF_LISTS = ("minItems", "maxItems")
+_OF_PARTS = ("properties", "required", "additionalProperties", "items")
+_BRANCHES = ("anyOf", "oneOf", "allOf")
 # Schema keywords that the grammar does not enforce, except annotations and string keywords.
 _NOT_HELD = frozenset(
     {
@@ -59,14 +70,8 @@ _SHAPES: dict[str, tuple[type, ...]] = {
     "type": (str, list),
     "$ref": (str,),
 }
-_BESIDE_BRANCHES = frozenset(
-    {"type", "properties", "required", "additionalProperties", "items", *_OF_NUMBERS}
-)
-_BESIDE_REFERENCES = (
-    _BESIDE_BRANCHES
-    | _NOT_HELD
-    | {"enum", "const", "anyOf", "oneOf", "allOf", "minItems", "maxItems"}
-)
+_BESIDE_BRANCHES = frozenset({"type", *_OF_PARTS, *_OF_LISTS, *_OF_NUMBERS})
+_BESIDE_REFERENCES = _BESIDE_BRANCHES | _NOT_HELD | {"enum", "const", *_BRANCHES}
 _ANY: dict[str, Any] = {}
 _MOST_DEPTH = 128
 
@@ -277,7 +282,7 @@ class BracedGrammar:
         own = schema.get("type", _TYPES)
         types = [own] if isinstance(own, str) else list(own)
         if "const" in schema or "enum" in schema:
-            choices = [schema["const"]] if "const" in schema else schema["enum"]
+            choices = self._choices(schema)
             ways = [self._written(one) for one in choices if _is_of(one, types)]
         elif (branches := self._branches(schema)) is not None:
             ways = [[self._value(one)] for one in branches]
@@ -287,15 +292,32 @@ class BracedGrammar:
             self._refuse(f"{json.dumps(schema)[:80]} allows no value")
         return ways
 
+    def _choices(self, schema: Mapping[str, Any]) -> list[Any]:
+        """Return the values of `enum` or `const` that the keywords beside it allow."""
+        first = "const" if "const" in schema else "enum"
+        choices = [schema["const"]] if "const" in schema else schema["enum"]
+        has_parts = any(isinstance(one, (dict, list)) for one in choices)
+        beside = [key for key in (*_BRANCHES, *(_OF_PARTS if has_parts else ())) if key in schema]
+        if beside:
+            self._refuse(
+                f"{first!r} is not supported there together with {', '.join(map(repr, beside))}"
+            )
+        for key in _OF_NUMBERS:
+            if key in schema and not (
+                _is_number(schema[key]) and (key != "multipleOf" or schema[key] > 0)
+            ):
+                self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
+        if "enum" in schema:
+            choices = [one for one in choices if any(is_same(one, own) for own in schema["enum"])]
+        return [one for one in choices if _is_within(one, schema)]
+
     def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
         """Return the alternatives of a schema, or None if it has no alternatives."""
-        key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
+        key = next((key for key in _BRANCHES if key in schema), None)
         if key is None:
             return None
         beside = sorted(_BESIDE_BRANCHES & {*schema})
-        beside += [
-            other for other in ("anyOf", "oneOf", "allOf") if other in schema and other != key
-        ]
+        beside += [other for other in _BRANCHES if other in schema and other != key]
         if beside:
             self._refuse(
                 f"{key!r} is not supported there together with {', '.join(map(repr, beside))}"
@@ -420,6 +442,28 @@ def _is_of(value: object, types: list[Any]) -> bool:
     """Return whether a value has one of these types."""
     own = types_of({"const": value}, {})
     return bool(own & {*types}) or (own == {"integer"} and "number" in types)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_within(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether the bounds of numbers and of lists allow a value."""
+    if isinstance(value, list):
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        return least <= len(value) and (most is None or len(value) <= most)
+    if not _is_number(value):
+        return True
+    number = Decimal(str(value))
+    bounds = {key: Decimal(str(schema[key])) for key in _OF_NUMBERS if key in schema}
+    return (
+        number >= bounds.get("minimum", number)
+        and number <= bounds.get("maximum", number)
+        and ("exclusiveMinimum" not in bounds or number > bounds["exclusiveMinimum"])
+        and ("exclusiveMaximum" not in bounds or number < bounds["exclusiveMaximum"])
+        and ("multipleOf" not in bounds or Fraction(number) % Fraction(bounds["multipleOf"]) == 0)
+    )
 
 
 def _with_commas(items: list[list[Atom]]) -> list[Atom]:

@@ -13,6 +13,7 @@ __all__ = [
     "ValueKind",
     "in_order",
     "is_circular",
+    "is_same",
     "members_of",
     "resolved",
     "types_of",
@@ -69,6 +70,15 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
     )
     members = dict(properties) if isinstance(properties, Mapping) else {}
     return {**members, **{name: {} for name in names if name not in members}}, set(names)
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return whether two JSON values are equal, as 1 and 1.0 are, but not 1 and true."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:

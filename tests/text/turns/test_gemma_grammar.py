@@ -93,12 +93,23 @@ LISTS = shaped(
 OTHERS = shaped(
     {"map": {"type": "object", "additionalProperties": {"type": "number"}}, "any": {}}, "any"
 )
+CHOICES = shaped(
+    {
+        "bounded": {"enum": [1, 2.5, 3, 5, "1", True, None], "minimum": 2.5, "maximum": 4},
+        "open": {"enum": [1, 2, 3], "exclusiveMinimum": 1, "exclusiveMaximum": 3},
+        "tenths": {"enum": [0.3, 0.35, 1], "multipleOf": 0.1},
+        "lists": {"enum": [[], [1], [1, 2], "x"], "minItems": 1, "maxItems": 1},
+        "both": {"const": 1, "enum": [1.0, True]},
+    },
+    additionalProperties=False,
+)
 SCHEMAS = {
     "point": POINT,
     "tree": TREE,
     "unions": UNIONS,
     "lists": LISTS,
     "others": OTHERS,
+    "choices": CHOICES,
     "free": {},
 }
 
@@ -111,6 +122,9 @@ TAKEN = [
     ("lists", {}),
     ("lists", {"two": [{"x": 1}, {"x": 2}], "few": [], "none": [], "some": ["a", "b", "c", "d"]}),
     ("others", {"any": [1, {"a": [None, "x"]}], "map": {"a": 1.5, "b": -2}}),
+    ("choices", {"bounded": 2.5, "open": 2, "tenths": 0.3, "lists": [1], "both": 1}),
+    ("choices", {"bounded": "1", "tenths": 1, "lists": "x"}),
+    ("choices", {"bounded": True}),
     ("free", {}),
     ("free", {"a": {"b": [1, [], {}]}, "c": "\n"}),
 ]
@@ -132,6 +146,14 @@ REFUSED = [
     ("lists", {"none": [1]}),
     ("lists", {"some": []}),
     ("others", {"any": 1, "map": {"a": "b"}}),
+    ("choices", {"bounded": 1}),
+    ("choices", {"bounded": 5}),
+    ("choices", {"open": 1}),
+    ("choices", {"open": 3}),
+    ("choices", {"tenths": 0.35}),
+    ("choices", {"lists": []}),
+    ("choices", {"lists": [1, 2]}),
+    ("choices", {"both": True}),
 ]
 
 
@@ -203,6 +225,15 @@ WRONG = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf'"),
     ({"oneOf": [{"type": "string"}, {}]}, "'oneOf'"),
     ({"anyOf": [{"type": "string"}], "type": "string"}, "'anyOf'"),
+    ({"anyOf": [{"type": "array"}, {"type": "null"}], "maxItems": 2}, "'maxItems'"),
+    ({"anyOf": [{"type": "array"}, {"type": "null"}], "minItems": 2}, "'minItems'"),
+    ({"enum": ["x", "y"], "anyOf": [{"const": "x"}]}, "'enum' is not supported there together"),
+    ({"const": {"a": 1}, "properties": {"a": {"type": "null"}}}, "together with 'properties'"),
+    ({"enum": [[1]], "items": {"type": "null"}}, "together with 'items'"),
+    ({"enum": [1], "minimum": 2}, "no value"),
+    ({"const": 1, "enum": [2]}, "no value"),
+    ({"enum": [1], "minimum": "0"}, "'minimum' cannot be"),
+    ({"enum": [1], "multipleOf": 0}, "'multipleOf' cannot be 0"),
     ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
     ({"enum": ['a<|"|>b']}, "ends a string"),
     ({"properties": {"a:b": {}}}, "'a:b'"),
