@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -220,12 +222,29 @@ def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     assert grammar is not None
     _check_installed(grammar)
     made = json.loads(grammar.text)
-    ordered = in_order(value, made, made)
     try:
-        text = json.dumps(ordered, ensure_ascii=False).encode()
+        text = _json_text(in_order(value, made, made)).encode()
     except UnicodeEncodeError:  # a lone surrogate cannot be encoded
         return False
     return _on_deep_stack(lambda: _takes(grammar, text))
+
+
+def _json_text(value: Any) -> str:
+    """Write a JSON value as the compiler writes constants.
+
+    Numbers have no exponent, and no fraction if it is zero.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        return format(Decimal(int(value) if value.is_integer() else repr(value)), "f")
+    if isinstance(value, list):
+        return f"[{', '.join(map(_json_text, value))}]"
+    if isinstance(value, dict):
+        members = (
+            f"{json.dumps(name, ensure_ascii=False)}: {_json_text(one)}"
+            for name, one in value.items()
+        )
+        return f"{{{', '.join(members)}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _takes(grammar: Grammar, text: bytes) -> bool:

@@ -84,8 +84,13 @@ def is_same(one: object, other: object) -> bool:
 def in_order(value: Any, schema: object, root: Schema) -> Any:
     """Sort the members of objects in a JSON value in the order of the schema's grammar.
 
-    Members that the schema does not name come last.
+    Members that the schema does not name come last. A value that equals a constant of the schema
+    becomes that constant.
     """
+    for one in _joined(schema, root):
+        for choice in _choices(one):
+            if is_same(choice, value):
+                return choice
     if isinstance(value, list):
         items = resolved(schema, root).get("items", {})
         return [in_order(one, items, root) for one in value]
@@ -104,6 +109,13 @@ def in_order(value: Any, schema: object, root: Schema) -> Any:
     return {
         name: in_order(value[name], one, root) for name, one in members.items() if name in value
     }
+
+
+def _choices(schema: Schema) -> list[Any]:
+    """Return the values that `const` and `enum` name."""
+    enum = schema.get("enum")
+    found = [schema["const"]] if "const" in schema else []
+    return found + (enum if isinstance(enum, list) else [])
 
 
 def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:

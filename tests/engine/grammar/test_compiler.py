@@ -117,6 +117,54 @@ def test_schema_validation_ignores_member_order(value):
     assert fits_schema(FITTED, value) == jsonschema_rs.is_valid(FITTED, value)
 
 
+NUMBERS = {
+    "type": "object",
+    "properties": {
+        "n": {"type": "integer", "minimum": 1},
+        "small": {"type": "number", "minimum": 0, "maximum": 1},
+        "one": {"const": 1},
+        "half": {"enum": [1e-7, 2.0, True]},
+        "pair": {"enum": [{"a": 1, "b": [2]}, "x"]},
+        "list": {
+            "type": "array",
+            "items": {"anyOf": [{"const": {"p": 0, "q": 1}}, {"type": "null"}]},
+        },
+    },
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"n": 5.0},
+        {"n": 5.5},
+        {"n": 0.0},
+        {"n": 1e18},
+        {"small": 1e-07},
+        {"small": 1.5e-300},
+        {"small": -1e-07},
+        {"one": 1.0},
+        {"one": True},
+        {"one": 2},
+        {"half": 1e-7, "small": 1e-7},
+        {"half": 2},
+        {"small": float("inf")},
+        {"small": float("nan")},
+        {"half": 1},
+        {"half": True},
+        {"pair": {"b": [2.0], "a": 1}},
+        {"pair": {"b": [3], "a": 1}},
+        {"pair": {"b": [2], "a": True}},
+        {"list": [{"q": 1, "p": 0.0}, None]},
+        {"list": [{"q": 1}]},
+    ],
+    ids=str,
+)
+def test_schema_validation_ignores_how_equal_values_are_written(value):
+    assert fits_schema(NUMBERS, value) == jsonschema_rs.is_valid(NUMBERS, value)
+
+
 def test_a_lone_surrogate_matches_no_schema():
     assert not fits_schema({"type": "object"}, {"a": "\ud800"})
 
