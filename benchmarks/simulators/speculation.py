@@ -43,8 +43,8 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
     least_chances,
     observe_pass,
 )
-from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 
 __all__ = [
     "MACHINES",
@@ -174,7 +174,7 @@ class _Running:
         self.one = one
         self.truth = [*one.prompt, *one.answer]
         self.known = len(one.prompt) + 1
-        self.drafter = Drafter(b"", TenantHistory(), _MAX_TOKENS)
+        self.drafter = PromptLookup(b"", TenantHistory(), _MAX_TOKENS)
         self.chances = DraftChances(_MOST_MODELED, rules.accepted)
         self.least: tuple[Any, Any] = ((), ())
 

@@ -195,7 +195,9 @@ def speculative(case):
         ]
         bench = case.bench(every_block=cut % 2 == 1, threads=1 + cut % 2)
         of_request = dict(enumerate(drafters, 1))
-        bench.scheduler.speculation.drafter = lambda request, known=of_request: known[request.index]
+        bench.scheduler.speculation.prompt_lookup = lambda request, known=of_request: known[
+            request.index
+        ]
         handles = [
             bench.submit(*each, max_draft_tokens=NUM_DRAFTS, always_drafts=True) for each in asked
         ]
@@ -205,7 +207,7 @@ def speculative(case):
         for right, one in zip(rights, drafters, strict=True):
             assert all(accepted == min(right, drafted) for drafted, accepted in one.outcomes)
             assert max(accepted for _, accepted in one.outcomes) == right
-        bench.scheduler.speculation.drafter = lambda request: None
+        bench.scheduler.speculation.prompt_lookup = lambda request: None
         for whole, logits in zip(wholes, expected, strict=True):
             handle, rows = bench.submit_logits([*whole, 7, 8], len(whole) - 1)
             bench.run()

@@ -31,9 +31,13 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
     choose_lengths,
     observe_pass,
 )
-from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory, prepare_drafts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts, ModelTurn, SequenceDraft
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
+from kvboost_edge.engine.spec_decode.prompt_lookup import (
+    PromptLookup,
+    TenantHistory,
+    prepare_drafts,
+)
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -47,10 +51,10 @@ _MEASURED_EVERY = 4  # passes without draft tokens; they are frequent, and measu
 
 
 class DraftTokens(Drafting):
-    """The draft tokens of one sequence, made by its drafter or by a draft model.
+    """The draft tokens of one sequence, made by prompt lookup or by a draft model.
 
     Attributes:
-        drafter: drafter by prompt lookup.
+        lookup: prompt lookup of the sequence.
         model: part of the draft model in these drafts, or None without one.
         source: source of the draft in this step, see `DraftProposal`.
         counts: counts of the verified drafts by source.
@@ -58,9 +62,9 @@ class DraftTokens(Drafting):
 
     proposes = True
 
-    def __init__(self, drafter: Drafter, model: SequenceDraft | None = None) -> None:
+    def __init__(self, lookup: PromptLookup, model: SequenceDraft | None = None) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.lookup = lookup
         self.model = model
         self.source = ""
         self.counts: dict[str, DraftCounts] = {}
@@ -72,13 +76,13 @@ class DraftTokens(Drafting):
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         outcome = num_drafted, num_accepted
-        self.drafter.learn(*(outcome if self.source == "lookup" else (0, 0)))
+        self.lookup.learn(*(outcome if self.source == "lookup" else (0, 0)))
         if self.model is not None:
             self.model.learn(*(outcome if self.model.count > 0 else (0, 0)))
             self.model.clear()
 
     def release(self) -> None:
-        self.drafter.release()
+        self.lookup.release()
 
     def result_fields(self) -> dict[str, Any]:
         counts = self.counts
@@ -213,10 +217,10 @@ class Speculation(DraftPlanner):
         offset = (known - sequence.blocks.segments[-1].first_position) % block_size
         return min(most, block_size - 1 - offset)
 
-    def drafter(self, request: Request) -> Drafter | None:
-        """Return a drafter for the request, or None if it uses no draft tokens."""
+    def prompt_lookup(self, request: Request) -> PromptLookup | None:
+        """Return prompt lookup for the request, or None if it uses no draft tokens."""
         return (
-            Drafter(
+            PromptLookup(
                 request.root,
                 self.memory,
                 request.max_tokens,
@@ -228,12 +232,12 @@ class Speculation(DraftPlanner):
 
     def drafting(self, request: Request) -> Drafting:
         """Return the drafting feature of a new sequence, or its null implementation."""
-        drafter = self.drafter(request)
+        lookup = self.prompt_lookup(request)
         models = self._models
-        if drafter is None:
+        if lookup is None:
             filling = None if models is None else models.filling_of(request)
             return Drafting() if filling is None else DrafterFilling(filling)
-        return DraftTokens(drafter, None if models is None else models.draft_of(request))
+        return DraftTokens(lookup, None if models is None else models.draft_of(request))
 
     def draft(
         self,
@@ -304,7 +308,7 @@ class Speculation(DraftPlanner):
         if forced:
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)
-        found = drafts.drafter.propose(sequence.token_ids, most)
+        found = drafts.lookup.propose(sequence.token_ids, most)
         if self._models is None or drafts.model is None:
             return found
         return self._models.propose(sequence, drafts.model, most, step, found)

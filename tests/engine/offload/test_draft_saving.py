@@ -19,7 +19,7 @@ from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel
-from kvboost_edge.engine.spec_decode.drafting import Drafter
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup
 from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.record import header_bytes
@@ -366,7 +366,7 @@ def test_redis_stores_draft_kv():
 def test_a_restarted_engine_restores_draft_kv(tmp_path, monkeypatch):
     """The engine's KV is quantized. The draft model's KV never is."""
     # On a busy machine, measured times may favor the drafts of prompt lookup at any step.
-    monkeypatch.setattr(Drafter, "propose", lambda self, token_ids, most: None)
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, token_ids, most: None)
     starts = []
     forward = DraftModel.forward
 

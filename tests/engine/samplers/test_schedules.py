@@ -86,7 +86,7 @@ def test_tokens_equal_those_of_a_single_run(kind, case):
             max_batch_tokens=rng.choice((3, 17, 64)),
         )
         truths = {}
-        bench.scheduler.speculation.drafter = hostile(
+        bench.scheduler.speculation.prompt_lookup = hostile(
             lambda request, truths=truths: truths[request.index],
             lambda request: KINDS[request.index % len(KINDS)],
             VOCAB_SIZE,

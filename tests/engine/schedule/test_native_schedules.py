@@ -156,7 +156,7 @@ def run_schedule(model, seed):
         truth = [*request.prompt_ids, *(known.output_token_ids if known else ())]
         return HostileDrafter(DRAFTS[request.index % len(DRAFTS)], truth, VOCABULARY, request.index)
 
-    bench.scheduler.speculation.drafter = drafter
+    bench.scheduler.speculation.prompt_lookup = drafter
     wanted = []
     doomed = []
     moved = []

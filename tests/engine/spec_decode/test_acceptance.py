@@ -28,7 +28,7 @@ def drafting(num_right, num_drafts=6, **options):
             else None
         )
 
-    bench.scheduler.speculation.drafter = drafter
+    bench.scheduler.speculation.prompt_lookup = drafter
     return bench
 
 
@@ -164,7 +164,7 @@ def test_a_freed_slot_may_be_reused_during_state_updates():
         made = Failing if request.index == 1 else CutDrafter
         return made(truth, 5 if request.index == 2 else 0, 5, VOCAB_SIZE)
 
-    bench.scheduler.speculation.drafter = drafter
+    bench.scheduler.speculation.prompt_lookup = drafter
     doomed = bench.submit([bad, *token_ids], 60, terms=DRAFTS)
     fine = bench.submit(token_ids, 60, terms=DRAFTS)
     bench.run()

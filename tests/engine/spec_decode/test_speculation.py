@@ -12,7 +12,7 @@ import pytest
 from helpers.engine.fake_runner import VOCAB_SIZE
 from helpers.engine.hostile_drafts import KINDS, HostileDrafter, draft_in_turn
 from helpers.engine.model_kinds import PLAIN
-from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 from kvboost_edge.engine.spec_decode.speculation import DraftTokens
 from kvboost_edge.errors import KVBoostError
 
@@ -197,7 +197,9 @@ def test_nan_in_draft_rows_fails_only_accepted_tokens(kind):
             return draft._replace(token_ids=[bad, *draft.token_ids[1:]])
 
     bench.runner.nan_for = {bad}
-    bench.scheduler.speculation.drafter = lambda request: Poisoned("right", truth, VOCAB_SIZE, 0)
+    bench.scheduler.speculation.prompt_lookup = lambda request: Poisoned(
+        "right", truth, VOCAB_SIZE, 0
+    )
     bench.ask(token_ids, 30, terms=DRAFTS)
 
     bench = drafting(kind, ["right"])
@@ -265,8 +267,8 @@ def test_a_tenant_is_charged_for_accepted_tokens_only(kind):
 def test_a_request_that_generates_nothing_has_no_drafts():
     request_fields = []
     bench = drafting(PLAIN, ["right"])
-    original = bench.scheduler.speculation.drafter
-    bench.scheduler.speculation.drafter = lambda request: (
+    original = bench.scheduler.speculation.prompt_lookup
+    bench.scheduler.speculation.prompt_lookup = lambda request: (
         request_fields.append(request),
         original(request),
     )[1]
@@ -280,13 +282,13 @@ def test_the_prompt_lookup_drafter_learns_only_from_its_own_drafts():
     """Drafts by the grammar count as steps without a draft."""
 
     def chance(source, *outcome):
-        drafts = DraftTokens(Drafter(b"root", TenantHistory()))
+        drafts = DraftTokens(PromptLookup(b"root", TenantHistory()))
         token_ids = [1, 2, 3, 4, 1, 2, 3]
         for _ in range(4):
-            drafts.drafter.propose(token_ids, 1)
+            drafts.lookup.propose(token_ids, 1)
             drafts.source = source
             drafts.learn(*outcome)
-        return float(drafts.drafter.propose(token_ids, 1).chances[0])
+        return float(drafts.lookup.propose(token_ids, 1).chances[0])
 
     nothing = chance("", 0, 0)
     assert chance("grammar", 4, 0) == chance("grammar", 4, 4) == nothing

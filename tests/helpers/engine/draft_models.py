@@ -246,7 +246,7 @@ def with_typical_times(bench: Bench | NativeBench) -> None:
 def without_lookup(bench: Bench | NativeBench) -> None:
     """Make prompt lookup find nothing in the requests of a bench."""
     speculation = bench.scheduler.speculation
-    make = speculation.drafter
+    make = speculation.prompt_lookup
 
     def drafter(request: Any) -> Any:
         made = make(request)
@@ -254,7 +254,7 @@ def without_lookup(bench: Bench | NativeBench) -> None:
             made.propose = lambda token_ids, most: None
         return made
 
-    speculation.drafter = drafter
+    speculation.prompt_lookup = drafter
 
 
 def models_of(bench: Bench) -> ModelDrafts:

@@ -12,12 +12,12 @@ import numpy as np
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal
-from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
 
-class HostileDrafter(Drafter):
+class HostileDrafter(PromptLookup):
     """Drafter with right and wrong proposals.
 
     Args:
@@ -51,7 +51,7 @@ class HostileDrafter(Drafter):
         self.outcomes.append((num_drafted, num_accepted))
 
 
-class CutDrafter(Drafter):
+class CutDrafter(PromptLookup):
     """Drafter that proposes `num_right` right tokens, followed by wrong ones up to `num_drafts`."""
 
     def __init__(
@@ -78,10 +78,10 @@ class CutDrafter(Drafter):
 
 def hostile(
     truth_of: Callable[[Request], Sequence[int]], kind_of: Callable[[Request], str], vocab_size: int
-) -> Callable[[Request], Drafter | None]:
+) -> Callable[[Request], PromptLookup | None]:
     """Return a replacement for `Speculation.drafter`."""
 
-    def drafter(request: Request) -> Drafter | None:
+    def drafter(request: Request) -> PromptLookup | None:
         if not request.max_draft_tokens:
             return None
         return HostileDrafter(kind_of(request), truth_of(request), vocab_size, request.index)
@@ -95,7 +95,7 @@ def draft_in_turn(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[i
     Args:
         answer: tokens that the requests sample, if they are not the greedy ones.
     """
-    bench.scheduler.speculation.drafter = hostile(
+    bench.scheduler.speculation.prompt_lookup = hostile(
         lambda request: [
             *request.prompt_ids,
             *(answer or bench.runner.expected(request.prompt_ids, 200)),

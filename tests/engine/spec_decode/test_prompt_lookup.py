@@ -7,7 +7,7 @@ import pytest
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.spec_decode.drafting import Drafter, TenantHistory
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.ngram_cache import append_entry, find_entry, new_ring
 from kvboost_edge.kernels.suffix_automaton import automaton_bytes, extend_entry
@@ -16,7 +16,7 @@ SAID = list(range(100, 140))
 
 
 def proposed(text, most=8, memory=None, tenant=b"a"):
-    draft = Drafter(tenant, memory or TenantHistory()).propose(text, most)
+    draft = PromptLookup(tenant, memory or TenantHistory()).propose(text, most)
     return None if draft is None else draft.token_ids
 
 
@@ -37,7 +37,7 @@ def test_prompt_lookup_continues_a_repetition():
 
 
 def test_prompt_lookup_resumes_after_a_replaced_word():
-    drafter = Drafter(b"a", TenantHistory())
+    drafter = PromptLookup(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
     assert drafter.propose(text, 4).token_ids == SAID[5:9]
     text += [SAID[5], 999]  # where SAID has SAID[6]
@@ -56,7 +56,7 @@ def test_a_short_match_proposes_nothing(text):
 
 
 def test_the_automaton_grows_with_its_text():
-    drafter = Drafter(b"a", TenantHistory())
+    drafter = PromptLookup(b"a", TenantHistory())
     text = random_ids(5000, 0, 0, 10**6)
     for length in (10, 1000, 1025, 4097, 5000):
         assert drafter.propose(text[:length], 4) is None
@@ -87,7 +87,7 @@ def test_the_longest_match_of_text_and_history_wins():
 def test_requests_that_bypass_the_cache_read_no_history():
     memory = TenantHistory()
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
-    drafter = Drafter(b"a", memory, reads_history=False)
+    drafter = PromptLookup(b"a", memory, reads_history=False)
     assert drafter.propose([1, 2, *SAID[:10]], 4) is None
     assert drafter.propose([*SAID[5:20], 2000, 3, *SAID[:20]], 1).token_ids == [2000]
 
@@ -102,7 +102,7 @@ def test_the_history_is_bounded_for_many_tenants():
 
 
 def test_rejected_drafts_lower_the_chance_until_retried():
-    drafter = Drafter(b"a", TenantHistory())
+    drafter = PromptLookup(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
 
     def chance():
@@ -213,7 +213,7 @@ def test_draft_kernels_are_compiled_before_the_first_draft(engines):
 
 def test_an_automaton_is_bounded_by_its_sequence():
     memory = TenantHistory()
-    drafter = Drafter(b"a", memory, max_tokens=5000)
+    drafter = PromptLookup(b"a", memory, max_tokens=5000)
     for count in (10, 1025, 4097, 5000):
         drafter.propose(list(range(count)), 4)
         assert memory.nbytes <= automaton_bytes(8192), (
@@ -225,8 +225,8 @@ def test_an_automaton_is_bounded_by_its_sequence():
 
 def test_automata_are_bounded_in_total():
     memory = TenantHistory(most_automata_bytes=automaton_bytes(2048))
-    first = Drafter(b"a", memory, 2048)
-    second = Drafter(b"a", memory, 2048)
+    first = PromptLookup(b"a", memory, 2048)
+    second = PromptLookup(b"a", memory, 2048)
     text = [*range(30), *range(30)]
     assert first.propose(text + text * 10, 4) is not None
     assert first.propose(text * 20, 4) is not None

@@ -36,7 +36,7 @@ from kvboost_edge.kernels.suffix_automaton import (
     new_automaton,
 )
 
-__all__ = ["Drafter", "TenantHistory", "prepare_drafts"]
+__all__ = ["PromptLookup", "TenantHistory", "prepare_drafts"]
 
 _LEAST_MATCH = 3  # tokens; shorter matches are often coincidental
 _ASTRAY = 3  # consecutive drafts without an accepted token before a source is dropped
@@ -139,8 +139,8 @@ class TenantHistory:
         self._rings.clear()
 
 
-class Drafter:
-    """A drafter for one sequence, which learns how often its draft tokens are accepted."""
+class PromptLookup:
+    """Prompt lookup for one sequence, which learns how often its draft tokens are accepted."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Drafter:
         *,
         reads_history: bool = True,
     ) -> None:
-        """Create the drafter of one sequence.
+        """Create the prompt lookup of one sequence.
 
         Args:
             tenant: Root hash of the sequence's prefixes.
