@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.bounds import COUNTS, bounded
-from kvboost_edge.server.api.compat.ollama.schemas import Running
+from kvboost_edge.server.api.compat.ollama.schemas import ModelRequest
 from kvboost_edge.server.api.schemas.embeddings import inputs_of
 from kvboost_edge.server.api.schemas.shared import BoundedText, is_text
 from kvboost_edge.server.api.schemas.strict import field_error
@@ -32,7 +32,7 @@ def _texts(value: Any) -> list[str | list[int]]:
     return inputs_of(texts)
 
 
-class OllamaEmbed(Running):
+class OllamaEmbed(ModelRequest):
     """Body of /api/embed. Without an input, the model is only loaded."""
 
     input: Annotated[
@@ -68,7 +68,7 @@ class OllamaEmbed(Running):
     )
 
 
-class OllamaEmbeddings(Running):
+class OllamaEmbeddings(ModelRequest):
     """Body of /api/embeddings. Without a prompt, the model is only loaded."""
 
     prompt: BoundedText | None = None

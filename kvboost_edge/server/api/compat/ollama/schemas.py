@@ -23,13 +23,13 @@ from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, UnsupportedField
 
 __all__ = [
+    "ModelRequest",
     "Named",
     "OllamaChat",
     "OllamaGenerate",
     "OllamaMessage",
     "OllamaShow",
     "Options",
-    "Running",
 ]
 
 _IGNORED = UnsupportedField("", ignored=True)
@@ -183,7 +183,7 @@ class OllamaMessage(Strict):
     tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
 
 
-class Running(Strict):
+class ModelRequest(Strict):
     """A body of a request that a model computes."""
 
     model: ModelName
@@ -201,7 +201,7 @@ class Running(Strict):
         return self.options or Options()
 
 
-class _Generating(Running):
+class _Generating(ModelRequest):
     unsupported = _UNSUPPORTED
 
     stream: bool | None = Field(
