@@ -221,7 +221,7 @@ FAULTS = faults(
         "engine/spec_decode/speculation.py",
         "reads_history=request.uses_cache",
         "reads_history=True",
-        "tests/engine/spec_decode/test_drafting.py",
+        "tests/engine/spec_decode/test_prompt_lookup.py",
     ),
     (
         "draft model: keeps the record of its KV after an error",
