@@ -14,6 +14,8 @@ _MARKED = f"{_COMPAT}/test_anthropic_cache.py"
 _RESPONSES = f"{_COMPAT}/test_responses.py"
 _COMPLETIONS = "tests/server/api/test_completion_requests.py"
 _CHAT = "tests/server/api/test_chat_requests.py"
+_DEFAULTS = "tests/server/api/test_model_defaults.py"
+_ENDPOINTS = "tests/server/api/test_endpoints.py"
 _OVERFLOW = "tests/server/api/test_overflow.py"
 _ADMISSION = "tests/server/work/test_admission.py"
 _STREAMS = "tests/server/work/test_streams.py"
@@ -280,6 +282,13 @@ _COMPAT_APIS = (
         f"{_OVERFLOW}::test_messages_reserves_no_more_than_an_eighth_of_the_context",
     ),
     fault(
+        "Anthropic: names a maximum that leaves no room for an answer",
+        "server/api/compat/anthropic/messages.py",
+        "max_length(self.state) - bool(self.body.max_tokens)",
+        "max_length(self.state)",
+        f"{_OVERFLOW}::test_messages_refuses_an_overlong_prompt_in_anthropics_words",
+    ),
+    fault(
         "Anthropic: reports a message with a call as end_turn",
         "server/api/compat/anthropic/writer.py",
         'return {"stop_reason": "tool_use", "stop_sequence": None}',
@@ -390,6 +399,37 @@ _COMPAT_APIS = (
         "begin = self._told_ids",
         "begin = 0",
         f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
+    ),
+    fault(
+        "llama.cpp: refuses an n_predict above the room",
+        "server/api/completion_requests.py",
+        "fills=self._fills,",
+        "fills=False,",
+        f"{_LLAMA_CPP}::test_an_answer_whose_n_predict_exceeds_the_context_fills_it",
+    ),
+    fault(
+        "llama.cpp: names the first prompt in all answers",
+        "server/api/compat/llama_cpp/writer.py",
+        "number = index // self.run.per_prompt",
+        "number = 0",
+        f"{_LLAMA_CPP}::test_several_prompts_are_answered_by_a_list",
+    ),
+    fault(
+        "tokenizes messages without the default system message",
+        "server/api/chat_requests.py",
+        (
+            "    body = with_defaults(state, body)\n"
+            "    generates = body.add_generation_prompt is not False\n"
+        ),
+        "    generates = body.add_generation_prompt is not False\n",
+        f"{_DEFAULTS}::test_tokenize_and_apply_template_yield_the_prompt_of_a_chat",
+    ),
+    fault(
+        "parse_special=false still encodes special tokens",
+        "server/api/prompt_encoding.py",
+        'else tokenizer.encode_framed("", text, "")',
+        "else tokenizer.encode(text, False)",
+        f"{_ENDPOINTS}::test_parse_special_decides_whether_content_may_contain_special_tokens",
     ),
     fault(
         "llama.cpp: puts an infill's suffix first",

@@ -53,7 +53,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 @router.post("/completion", response_class=JSONResponse, responses={200: _STREAM})
 async def completion(request: Request, body: LlamaCompletion) -> Response:
-    """Continue a prompt: a text, token ids, or a list of both.
+    """Continue one or more prompts, each a text, token ids, or a list of both.
 
     With `stream`, the answer is a stream of server-sent events.
     """
