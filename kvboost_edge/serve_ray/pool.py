@@ -190,11 +190,19 @@ class ReplicatedEngine:
     def embed(
         self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
     ) -> npt.NDArray[np.float32]:
-        found: npt.NDArray[np.float32] = self._compute("embed", (list(texts), dimensions), options)
+        found: npt.NDArray[np.float32] = self._compute(
+            "embed", (list(texts), dimensions), options, size=sum(map(len, texts))
+        )
         return found
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        found: list[float] = self._compute("rerank", (query, list(documents)), options)
+        found: list[float] = self._compute(
+            "rerank",
+            (query, list(documents)),
+            options,
+            # The prompts begin with the query, so it is computed once.
+            size=len(query) + sum(map(len, documents)),
+        )
         return found
 
     # The cache.
@@ -382,19 +390,26 @@ class ReplicatedEngine:
         arguments: tuple[Any, ...],
         options: dict[str, Any],
         *,
+        size: int = 1,
         everywhere: bool = False,
     ) -> Any:
         """Call a method of the engine in one replica, or in all.
 
         `handles` receives a handle that cancels the call. After the call, the handles of its
         requests replace it.
+
+        Args:
+            call: Name of the method.
+            arguments: Positional arguments.
+            options: Keyword arguments.
+            size: Length of all texts, from which the router estimates the duration of the call.
+            everywhere: Whether to call the method in all replicas.
         """
         self._check_open()
         given = options.pop("handles", None)
         handles: list[RequestHandle] = [] if given is None else given
         deadline = options.pop("deadline", None)
         terms = Terms(deadline=deadline)
-        size = sum(map(len, arguments[0] or ())) if call == "embed" else 1
         sent = self._sent(
             (), terms, SamplingParams(), RequestArrival(time.perf_counter(), ""), ""
         )._replace(missing_tokens=size)

@@ -78,7 +78,7 @@ class Replicas:
         self._silent: set[str] = set()
         self._looks = HealthChecks(self._look_at)
         self._busy_until = 0.0
-        self._changed = asyncio.Event()  # set when the membership changes, to poll soon
+        self._changed = asyncio.Event()  # set to poll soon: new members, or work after idling
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
@@ -184,9 +184,16 @@ class Replicas:
 
     def generate(self, sent: Sent) -> Stream:
         """Send a request and return the stream of its answer."""
-        self._busy_until = time.monotonic() + _WATCHED_SECONDS
+        self._expect_load()
         stream: Stream = self._generate.remote(sent)
         return stream
+
+    def _expect_load(self) -> None:
+        """Poll often for some time, because a request is about to start."""
+        now = time.monotonic()
+        if now >= self._busy_until:
+            self._changed.set()
+        self._busy_until = now + _WATCHED_SECONDS
 
     async def cancel(self, sent: Sent) -> None:
         """Ask the replicas to cancel a request."""
@@ -208,10 +215,19 @@ class Replicas:
             if not found:
                 raise NoReplica
             return max(found, key=lambda one: (one.failure is None, int(one.value or 0)))
+        # The texts are separate prompts, so they do not need their blocks at the same time.
+        size = max(1, sent.missing_tokens)
+        chain = PromptChain((), size, block_size=size)
         for _ in range(_TRIES):
-            chain = PromptChain((), max(1, sent.missing_tokens), self.about.block_size)
-            targets = tuple(choice.replica_id for choice in self.choices(chain, _TRIES))
-            done = await self._compute_at(sent, targets, call, arguments, options)
+            choices = self.choices(chain, _TRIES)
+            if choices:
+                self.router.note_routed(choices[0], chain, time.monotonic())
+            try:
+                targets = tuple(choice.replica_id for choice in choices)
+                done = await self._compute_at(sent, targets, call, arguments, options)
+            finally:
+                if choices:
+                    self.router.note_not_started(choices[0])
             if done is not None:
                 return done
         raise NoReplica
@@ -225,7 +241,7 @@ class Replicas:
         options: Mapping[str, Any],
     ) -> CallOutcome | None:
         """Call an engine method in one of the targets; return None if the replica has ended."""
-        self._busy_until = time.monotonic() + _WATCHED_SECONDS
+        self._expect_load()
         stream = self._computing.remote(
             sent._replace(targets=targets), call, arguments, dict(options)
         )

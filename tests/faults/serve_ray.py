@@ -8,6 +8,7 @@ _RESIDENCY = "tests/serve_ray/routing/test_residency.py"
 _JOURNAL = "tests/serve_ray/routing/test_event_journal.py"
 _STALL_DETECTION = "tests/serve_ray/watch/test_stall_detection.py"
 _ROUTER = "tests/serve_ray/routing/test_router.py"
+_COMPUTE = "tests/serve_ray/test_compute.py"
 _METER = "tests/serve_ray/routing/test_load_meter.py"
 
 FAULTS = (
@@ -153,5 +154,12 @@ FAULTS = (
         "        while tasks := list(self._tasks):",
         "        if tasks := list(self._tasks):",
         "tests/serve_ray/watch/test_health_checks.py",
+    ),
+    fault(
+        "does not count embeddings that were sent since the last poll",
+        "serve_ray/replicas.py",
+        "                self.router.note_routed(choices[0], chain, time.monotonic())\n",
+        "                pass\n",
+        f"{_COMPUTE}::test_calls_between_two_polls_are_spread",
     ),
 )

@@ -1,0 +1,167 @@
+"""Embedding and reranking in one of several replicas, and calls in all of them. Without Ray."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+
+from helpers.server.live_servers import wait_until
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.serve_ray import replicas
+from kvboost_edge.serve_ray.messages import CallOutcome, Description, ReplicaUpdate, Sent
+from kvboost_edge.serve_ray.pool import ReplicatedEngine
+from kvboost_edge.serve_ray.replicas import Replicas
+from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
+
+ABOUT = {"model": "m", "root": b"r".hex()}
+NEVER = 600.0  # seconds: longer than any test
+
+
+class Call:
+    """Ray's stream of a call to a replica, which ends once `released` is set."""
+
+    def __init__(self, outcome, released):
+        self._outcome = outcome
+        self._released = released
+
+    async def __aiter__(self):
+        yield None
+        await self._released.wait()
+        yield self._outcome
+
+    def cancel(self):
+        pass
+
+
+class Handle:
+    """Deployment handle whose replicas report once that they are idle.
+
+    Attributes:
+        outcomes: Outcome of a call by replica; the name of the replica if it is missing.
+        sent: Calls of engine methods: the request, and the chosen replica.
+        asked: Number of polls by replica.
+        released: Event without which no call of an engine method ends.
+    """
+
+    def __init__(self):
+        self.outcomes = {}
+        self.sent = []
+        self.asked = Counter()
+        self.released = asyncio.Event()
+
+    def options(self, method_name, **_):
+        return _Method(getattr(self, method_name))
+
+    def generate(self, sent):
+        raise NotImplementedError
+
+    def compute(self, sent, call, arguments, options):
+        name = sent.targets[0]
+        self.sent.append((sent, name))
+        return Call(self.outcomes.get(name, CallOutcome(name, (), None)), self.released)
+
+    def ask(self, asked):
+        [name] = asked.targets
+        self.asked[name] += asked.method == "tell"
+        return _Answer(_told(name, asked.method))
+
+
+class _Method:
+    def __init__(self, remote):
+        self.remote = remote
+
+
+class _Answer:
+    def __init__(self, found):
+        self._found = found
+
+    def __await__(self):
+        yield from ()
+        return self._found
+
+    def cancel(self):
+        pass
+
+
+def _told(name, method):
+    if method == "tell":
+        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-4), [])
+    nothing = cast(Any, None)
+    return Description(name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None)
+
+
+@pytest.fixture
+def handle():
+    return Handle()
+
+
+@contextlib.contextmanager
+def opened(handle):
+    found = Replicas(cast(Any, handle), "m")
+    try:
+        found.members_changed(dict.fromkeys("abc", ABOUT))
+        found.open(60)
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def three(handle):
+    with opened(handle) as found:
+        yield found
+
+
+def begin(three, size):
+    """Start a call, and return the future of its outcome."""
+    sent = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, size)
+    return three.start(three.compute(sent, "embed", (), {}, False))
+
+
+@pytest.mark.parametrize("size", [1, 30_000])
+def test_calls_between_two_polls_are_spread(three, handle, size):
+    calls = [begin(three, size) for _ in range(60)]
+    wait_until(lambda: len(handle.sent) == 60, "the calls to be sent")
+    three.call_soon(handle.released.set)
+    assert {call.result(timeout=60).value for call in calls} == set("abc")
+    counts = Counter(name for _, name in handle.sent)
+    assert max(counts.values()) - min(counts.values()) <= (1 if size > 1 else 20)
+
+
+def test_an_ended_call_no_longer_counts(three, handle):
+    begin(three, 10**9)
+    wait_until(lambda: len(handle.sent) == 1, "the call to be sent")
+    first = handle.sent[0][1]
+    three.call_soon(handle.released.set)
+    wait_until(
+        lambda: begin(three, 30_000).result(timeout=60).value == first, "the replica to be idle"
+    )
+
+
+def test_a_call_is_as_long_as_its_texts(three, handle):
+    three.call_soon(handle.released.set)
+    engine = ReplicatedEngine(three, cast(Any, None), EngineConfig())
+    engine.embed(["four", [1, 2]])
+    engine.rerank("query", ["document", "doc"])
+    assert [sent.missing_tokens for sent, _ in handle.sent] == [6, 16]
+
+
+async def pause():
+    """Let the tasks of the event loop run once."""
+    await asyncio.sleep(0)
+
+
+def test_a_call_after_idling_is_polled_at_once(handle, monkeypatch):
+    for name in ("_IDLE_SECONDS", "_BUSY_SECONDS"):
+        monkeypatch.setattr(replicas, name, NEVER)
+    with opened(handle) as three:
+        for _ in range(100):  # until the polls of the start have ended
+            three.start(pause()).result(timeout=60)
+        before = handle.asked.copy()
+        begin(three, 1)
+        wait_until(lambda: all(handle.asked[name] > before[name] for name in "abc"), "a poll")
