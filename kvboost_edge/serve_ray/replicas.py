@@ -218,8 +218,13 @@ class Replicas:
         # The texts are separate prompts, so they do not need their blocks at the same time.
         size = max(1, sent.missing_tokens)
         chain = PromptChain((), size, block_size=size)
+        lost: set[str] = set()
         for _ in range(_TRIES):
-            choices = self.choices(chain, _TRIES)
+            choices = [
+                choice
+                for choice in self.choices(chain, _TRIES + len(lost))
+                if choice.replica_id not in lost
+            ]
             if choices:
                 self.router.note_routed(choices[0], chain, time.monotonic())
             try:
@@ -230,6 +235,7 @@ class Replicas:
                     self.router.note_not_started(choices[0])
             if done is not None:
                 return done
+            lost.update(targets[:1])
         raise NoReplica
 
     async def _compute_at(

@@ -13,10 +13,11 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.serve_ray import replicas
-from kvboost_edge.serve_ray.messages import CallOutcome, Description, ReplicaUpdate, Sent
+from kvboost_edge.serve_ray.messages import CallOutcome, Description, Failure, ReplicaUpdate, Sent
 from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
+from kvboost_edge.server.api_errors import NoReplica
 
 ABOUT = {"model": "m", "root": b"r".hex()}
 NEVER = 600.0  # seconds: longer than any test
@@ -43,6 +44,7 @@ class Handle:
 
     Attributes:
         outcomes: Outcome of a call by replica; the name of the replica if it is missing.
+        speeds: Seconds per token by replica.
         sent: Calls of engine methods: the request, and the chosen replica.
         asked: Number of polls by replica.
         released: Event without which no call of an engine method ends.
@@ -50,6 +52,7 @@ class Handle:
 
     def __init__(self):
         self.outcomes = {}
+        self.speeds = {}
         self.sent = []
         self.asked = Counter()
         self.released = asyncio.Event()
@@ -68,7 +71,7 @@ class Handle:
     def ask(self, asked):
         [name] = asked.targets
         self.asked[name] += asked.method == "tell"
-        return _Answer(_told(name, asked.method))
+        return _Answer(_told(name, asked.method, self.speeds.get(name, 1e-4)))
 
 
 class _Method:
@@ -88,9 +91,9 @@ class _Answer:
         pass
 
 
-def _told(name, method):
+def _told(name, method, speed):
     if method == "tell":
-        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-4), [])
+        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=speed), [])
     nothing = cast(Any, None)
     return Description(name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None)
 
@@ -165,3 +168,16 @@ def test_a_call_after_idling_is_polled_at_once(handle, monkeypatch):
         before = handle.asked.copy()
         begin(three, 1)
         wait_until(lambda: all(handle.asked[name] > before[name] for name in "abc"), "a poll")
+
+
+def test_a_call_avoids_replicas_whose_engine_has_died(handle):
+    """Such a replica answers at once, so its queue is always the shortest."""
+    died = CallOutcome(None, (), Failure("KVBoostError", "the engine stopped", has_died=True))
+    handle.outcomes = {"a": died, "b": died}
+    handle.speeds = {"c": 1e-2}
+    with opened(handle) as three:
+        three.call_soon(handle.released.set)
+        assert begin(three, 100).result(timeout=60).value == "c"
+        handle.outcomes["c"] = died
+        with pytest.raises(NoReplica):
+            begin(three, 100).result(timeout=60)
