@@ -207,14 +207,13 @@ class Replicas:
         options: Mapping[str, Any],
         everywhere: bool,
     ) -> CallOutcome:
-        """Call an engine method in one replica, or in all replicas for the largest result."""
+        """Call an engine method in one replica, or in all replicas for the largest result.
+
+        If it fails in one of all replicas, the outcome has this failure. Replicas that end
+        meanwhile are left out.
+        """
         if everywhere:
-            names = sorted(self.usable)
-            each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
-            found = [one for one in await asyncio.gather(*each) if one is not None]
-            if not found:
-                raise NoReplica
-            return max(found, key=lambda one: (one.failure is None, int(one.value or 0)))
+            return await self._compute_everywhere(sent, call, arguments, options)
         # The texts are separate prompts, so they do not need their blocks at the same time.
         size = max(1, sent.missing_tokens)
         chain = PromptChain((), size, block_size=size)
@@ -237,6 +236,26 @@ class Replicas:
                 return done
             lost.update(targets[:1])
         raise NoReplica
+
+    async def _compute_everywhere(
+        self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> CallOutcome:
+        names = sorted(self.usable)
+        each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
+        found: list[CallOutcome] = []
+        failed: list[CallOutcome] = []
+        for name, one in zip(names, await asyncio.gather(*each), strict=True):
+            if one is not None and one.failure is not None:
+                why = one.failure.kind
+                log_facts(logging.WARNING, f"{call} failed in a replica", replica=name, error=why)
+                failed.append(one)
+            elif one is not None:
+                found.append(one)
+        if failed:
+            return failed[0]
+        if not found:
+            raise NoReplica
+        return max(found, key=lambda one: int(one.value))
 
     async def _compute_at(
         self,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from typing import Any, cast
 
@@ -120,10 +121,10 @@ def three(handle):
         yield found
 
 
-def begin(three, size):
+def begin(three, size, *, everywhere=False):
     """Start a call, and return the future of its outcome."""
     sent = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, size)
-    return three.start(three.compute(sent, "embed", (), {}, False))
+    return three.start(three.compute(sent, "warm" if everywhere else "embed", (), {}, everywhere))
 
 
 @pytest.mark.parametrize("size", [1, 30_000])
@@ -181,3 +182,18 @@ def test_a_call_avoids_replicas_whose_engine_has_died(handle):
         handle.outcomes["c"] = died
         with pytest.raises(NoReplica):
             begin(three, 100).result(timeout=60)
+
+
+def test_a_failure_in_one_of_all_replicas_is_the_outcome(three, handle, caplog):
+    handle.outcomes = {
+        name: CallOutcome(value, (), None) for name, value in zip("abc", [5, 7, 6], strict=True)
+    }
+    three.call_soon(handle.released.set)
+    assert begin(three, 1, everywhere=True).result(timeout=60).value == 7
+    handle.outcomes["b"] = CallOutcome(None, (), Failure("CapacityError", "the pool is too small"))
+    with caplog.at_level(logging.WARNING):
+        found = begin(three, 1, everywhere=True).result(timeout=60)
+    assert found.failure == Failure("CapacityError", "the pool is too small")
+    assert [record.message for record in caplog.records] == ["warm failed in a replica"]
+    handle.outcomes["b"] = CallOutcome(None, (), Failure("KVBoostError", "", has_died=True))
+    assert begin(three, 1, everywhere=True).result(timeout=60).value == 6
