@@ -28,6 +28,10 @@ _MOST_OBJECTS = 8_000  # a chain of $ref through all objects takes 64 MB of the 
 # Characters in names and values. Forced text is tokenized at once, which takes 3 ms per 10,000.
 _MOST_TEXT = 1 << 17
 _MOST_MULTIPLE = 10_000  # each needs a compiler state; a million states take seven seconds
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+_EXACT = 1 << 53  # doubles represent all integers up to this one
+_CLIP = (1 << 63) - 1
+_HUGE = 1 << 1000  # larger integers do not fit into a double
 _MOST_LINES = 1_000  # a chain of rules through all lines takes 3 MB of stack
 _SCHEMA_MARK = re.compile(r"%json\s*")
 _REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
@@ -185,6 +189,7 @@ def _check_size(schema: object) -> None:
         num_chars += sum(len(str(name)) for each in objects for name in each)
         for each in objects:
             _check_multiple(each.get("multipleOf"))
+            _check_bounds(each)
         layer = [inner for value in layer for inner in _inside(value)]
     if num_objects > _MOST_OBJECTS:
         raise RequestError(
@@ -223,6 +228,25 @@ def _check_multiple(value: object) -> None:
             f"json_schema has multipleOf {value}; without its decimal point, it must be at most "
             f"{_MOST_MULTIPLE}"
         )
+
+
+def _check_bounds(schema: Mapping[Any, Any]) -> None:
+    """Check the bounds of an integer, which the compiler rounds to a double and clips to 64 bits.
+
+    Raises:
+        RequestError: a rounded bound would allow integers that the schema excludes.
+    """
+    for key, sign in _BOUNDS.items():
+        value = schema.get(key)
+        if not isinstance(value, int) or abs(value) <= _EXACT:
+            continue
+        rounded = int(float(max(-_HUGE, min(value, _HUGE))))
+        rounded = max(-_CLIP - 1, min(rounded, _CLIP))
+        if sign * rounded > sign * value:
+            raise RequestError(
+                f"json_schema has {key} {value}, which the compiler would round to {rounded}; "
+                f"use a bound of at most {_EXACT} in magnitude"
+            )
 
 
 def _choice_text(value: object) -> str:

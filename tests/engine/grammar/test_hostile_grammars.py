@@ -189,6 +189,23 @@ def test_a_hostile_grammar_ends_only_its_request(engine, name):
         ),
         ({"json_schema": {"type": "number", "multipleOf": 1e300}}, "multipleOf 1e.300"),
         ({"json_schema": {"type": "number", "multipleOf": 0.123456}}, "multipleOf 0.123456"),
+        (
+            {"json_schema": {"type": "integer", "minimum": 2**53 + 1}},
+            "minimum 9007199254740993, which the compiler would round to 9007199254740992",
+        ),
+        (
+            {"json_schema": {"type": "integer", "exclusiveMaximum": 2**53 + 3}},
+            "exclusiveMaximum 9007199254740995, which the compiler would round to .*4740996",
+        ),
+        (
+            {"json_schema": {"type": "integer", "minimum": 10**400}},
+            "would round to 9223372036854775807; use a bound of at most 9007199254740992",
+        ),
+        (
+            {"json_schema": {"type": "integer", "minimum": -(2**63)}},
+            "use bounds of less than 1e18 in magnitude",
+        ),
+        ({"json_schema": {"type": "number", "maximum": 1e30}}, "use bounds of less than 1e18"),
         ({"json_schema": nested(125)}, "nested more than 120 levels deep"),
         ({"grammar": rules(3000)}, "grammar has 3002 lines; at most 1000"),
         ({"grammar": 'start: %json {"multipleOf": 999983} "x"'}, "multipleOf 999983"),
@@ -206,6 +223,11 @@ def test_a_hostile_grammar_ends_only_its_request(engine, name):
         "divisor",
         "exponent",
         "digits",
+        "rounded minimum",
+        "rounded maximum",
+        "minimum beyond a double",
+        "minimum beyond the compiler's range",
+        "maximum beyond the compiler's range",
         "depth",
         "lines",
         "inside",
@@ -224,6 +246,13 @@ def test_grammars_the_compiler_cannot_bound_are_refused_first(engine, options, m
 def test_common_divisors_are_accepted(engine, divisor):
     schema = {"type": "number", "multipleOf": divisor, "minimum": 0, "maximum": 10 * divisor}
     engine.generate([1], max_new_tokens=2, temperature=0, json_schema=schema)
+
+
+@pytest.mark.parametrize("most", [2**53, 2**53 + 1, 2**63 - 1, 2**64 - 1])
+def test_bounds_that_are_rounded_inwards_are_accepted(engine, most):
+    """The bounds of 64-bit integers are common."""
+    schema = {"type": "integer", "minimum": 0, "maximum": most}
+    assert engine.generate("x", json_schema=schema, max_new_tokens=1).generated_tokens == 1
 
 
 def test_descriptions_and_titles_do_not_count_as_size(engine):
