@@ -547,9 +547,9 @@ class EngineCore:
             self.scheduler.pacing.observe(plan.work, seconds)
         with self.lock:
             self._take(plan.work, found)
-            has_drafts = batch is not None and self._accepted.plan(plan.work, batch.layout)
+            has_drafts = batch is not None and self._accepted.plan_slots(plan.work, batch.layout)
         if has_drafts:
-            self._accepted.take_in()
+            self._accepted.advance()
         with self.lock:
             for end in self._accepted.ends():
                 self._end(end.sequence, reason=end.reason, error=end.error)

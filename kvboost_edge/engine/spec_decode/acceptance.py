@@ -33,7 +33,7 @@ class End:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Turn:
+class _PendingAdvance:
     """The arguments of `Runner.accept_drafts` and the sequences of the draft tokens."""
 
     layout: BatchLayout
@@ -45,10 +45,10 @@ class _Turn:
 class AcceptedDrafts:
     """The step that advances recurrent state over a pass's accepted draft tokens.
 
-    After a pass, call `commit` for each sequence, then `plan`, then `take_in` if `plan` returned
-    True, and finally `ends`. Models without recurrent state skip `take_in`.
+    After a pass, call `commit` for each sequence, then `plan_slots`, then `advance` if it returned
+    True, and finally `ends`. Models without recurrent state skip `advance`.
 
-    `take_in` reads and writes KV and state memory but no bookkeeping. Other threads may read the
+    `advance` reads and writes KV and state memory but no bookkeeping. Other threads may read the
     bookkeeping or reset the cache while it runs.
     """
 
@@ -57,7 +57,7 @@ class AcceptedDrafts:
         self._manager = manager
         # Finish reason by sequence index, or "" if the sequence continues.
         self._waiting: dict[int, str] = {}
-        self._turn: _Turn | None = None
+        self._pending: _PendingAdvance | None = None
         self._error: Exception | None = None
 
     def commit(self, work: ScheduledTokens[Sequence], reason: str | None) -> str | None:
@@ -77,8 +77,8 @@ class AcceptedDrafts:
         self._waiting[sequence.index] = reason or ""
         return None
 
-    def plan(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> bool:
-        """Plan the state slots for `take_in`.
+    def plan_slots(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> bool:
+        """Plan the state slots for `advance`.
 
         Returns:
             False if no recurrent state has to advance.
@@ -101,30 +101,31 @@ class AcceptedDrafts:
             saves += [(i, rows, slot) for rows, slot in plan.saves]
             sequences.append(work.sequence)
         slots = PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3))
-        self._turn = _Turn(layout, accepted, slots, sequences)
+        self._pending = _PendingAdvance(layout, accepted, slots, sequences)
         return True
 
-    def take_in(self) -> None:
+    def advance(self) -> None:
         """Advance the recurrent state over the accepted draft tokens."""
-        assert self._turn is not None  # `plan` must have returned True
+        pending = self._pending
+        assert pending is not None  # `plan_slots` must have returned True
         try:
-            self._runner.accept_drafts(self._turn.layout, self._turn.accepted, self._turn.slots)
+            self._runner.accept_drafts(pending.layout, pending.accepted, pending.slots)
         except Exception as error:
             self._error = error
 
     def ends(self) -> list[End]:
-        """Commit the sequences of `take_in` and return those that end.
+        """Commit the sequences of `advance` and return those that end.
 
         If the runner failed, all of the sequences end. Those that were already finished keep their
         finish reason.
         """
-        if self._turn is None:
+        if self._pending is None:
             return []
-        sequences = self._turn.sequences
+        sequences = self._pending.sequences
         waiting = self._waiting
         error = self._error
         self._waiting = {}
-        self._turn = None
+        self._pending = None
         self._error = None
         if error is not None:
             reasons = [(sequence, waiting[sequence.index]) for sequence in sequences]
