@@ -19,7 +19,7 @@ from kvboost_edge.models.families.moe import Experts
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
 # A value head must fit in the scratch memory of a thread.
-_MOST_TAPS = 15
+_MAX_KERNEL_WIDTH = 15
 _MOST_DIM = SCRATCH_BYTES // 4
 
 
@@ -32,24 +32,24 @@ class MixtureSizes(NamedTuple):
     """Buffer sizes of layers with experts.
 
     Attributes:
-        used: number of experts per token.
+        experts_per_token: number of experts per token.
         routed: floats in a row of router logits, padded to tiles.
         numbers: length of the header of B_DISPATCH.
-        spread: bytes of a routed input row, as codes or floats.
-        inner: bytes of a routed row after gate and up.
-        beside: floats in a row of the parallel MLP, or 0 without one.
+        routed_row_bytes: bytes of a routed input row, as codes or floats.
+        inner_row_bytes: bytes of a routed row after gate and up.
+        parallel_mlp: floats in a row of the parallel MLP, or 0 without one.
     """
 
-    used: int
+    experts_per_token: int
     routed: int
     numbers: int
-    spread: int
-    inner: int
-    beside: int
+    routed_row_bytes: int
+    inner_row_bytes: int
+    parallel_mlp: int
 
     @classmethod
     def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
-        """Return the sizes for some experts.
+        """Return the sizes for a layer's experts.
 
         Args:
             experts: the experts.
@@ -58,15 +58,14 @@ class MixtureSizes(NamedTuple):
         """
         rows = experts.count + (1 if experts.names.shared_gate else 0)
         each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
-        spread, inner = (count // GROUP * each for count in (hidden, experts.width))
-        beside = hidden if experts.beside else 0
+        routed_row, inner_row = (count // GROUP * each for count in (hidden, experts.width))
         return cls(
             experts.used,
             padded(rows, LANES),
             dispatch_numbers(experts.count),
-            spread,
-            inner,
-            beside,
+            routed_row,
+            inner_row,
+            hidden if experts.beside else 0,
         )
 
 
@@ -99,14 +98,15 @@ class MixerSizes(NamedTuple):
         )
         if (
             uneven
-            or not 1 <= mixer.taps <= _MOST_TAPS
+            or not 1 <= mixer.taps <= _MAX_KERNEL_WIDTH
             or mixer.key_dim > MOST_KEYS
             or mixer.value_dim > _MOST_DIM
         ):
             raise ModelFormatError(
                 f"unsupported recurrent layer {mixer}: dims and channels must be multiples of "
                 f"{LANES}, key dims at most {MOST_KEYS}, value dims at most {_MOST_DIM}, "
-                f"their total ({width}) a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"their total ({width}) a multiple of {GROUP}, and the kernel width from 1 to "
+                f"{_MAX_KERNEL_WIDTH}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)

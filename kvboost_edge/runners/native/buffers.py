@@ -233,13 +233,13 @@ def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
 
 def _of_mixture(sizes: MixtureSizes, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
     """Allocate the buffers of layers with experts."""
-    places = num_tokens * sizes.used
+    places = num_tokens * sizes.experts_per_token
     return {
         lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),
         lt.B_CHOSEN: aligned_empty((places,), np.int64),
         lt.B_SHARES: aligned_empty((places,), np.float32),
         lt.B_DISPATCH: aligned_empty((sizes.numbers + places,), np.int64),
-        lt.B_SPREAD: aligned_empty((places * sizes.spread + 4 * _SLACK,), np.int8),
-        lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner + 4 * _SLACK,), np.int8),
-        lt.B_BESIDE: aligned_empty((num_tokens * sizes.beside,), np.float32),
+        lt.B_SPREAD: aligned_empty((places * sizes.routed_row_bytes + 4 * _SLACK,), np.int8),
+        lt.B_EXPERTS_INNER: aligned_empty((places * sizes.inner_row_bytes + 4 * _SLACK,), np.int8),
+        lt.B_BESIDE: aligned_empty((num_tokens * sizes.parallel_mlp,), np.float32),
     }

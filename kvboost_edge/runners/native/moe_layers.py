@@ -39,7 +39,7 @@ def emit_mixture_beside(
     """
     spec = out.spec
     size = spec.hidden_size
-    beside = BufferRows(lt.B_BESIDE, _sizes(out).beside)
+    beside = BufferRows(lt.B_BESIDE, _sizes(out).parallel_mlp)
     out.norm(f"{layer}mlp_in", f"{layer}gate_up")
     out.linear(f"{layer}down", out.inner(layer, out.normed, inner), out.wide, panel=lt.B_INNER)
     norm = out.packed.address(f"{layer}beside_out")
