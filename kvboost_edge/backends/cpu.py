@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float32]
 class PreparedBatch:
     """A checked layout of one pass, with its attention schedules by head counts and window."""
 
-    __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
+    __slots__ = ("_num_threads", "_plans", "paged", "quantized", "slot_mapping")
 
     def __init__(self, layout: BatchLayout, num_threads: int) -> None:
         self.paged = PagedBatch(
@@ -58,7 +58,7 @@ class PreparedBatch:
         )
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
-        self.coded: QuantPass | None = None
+        self.quantized: QuantPass | None = None
         self._plans: dict[tuple[int, int, int, int], WorkPlan] = {}
 
     def plan(self, heads_per_kv: int, num_kv_heads: int, window: int, ahead: int = 0) -> WorkPlan:
@@ -84,10 +84,10 @@ class PreparedBatch:
         counts = np.diff(np.append(starts, len(rows)))
         source = sequence[starts]
         # number of rows from the first one to the end of its sequence
-        behind = paged.cu_seqlens_q[source + 1] - rows[starts]
+        rows_to_end = paged.cu_seqlens_q[source + 1] - rows[starts]
         layout = BatchLayout(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            (paged.seq_lens[source] - behind + counts).astype(np.int32),
+            (paged.seq_lens[source] - rows_to_end + counts).astype(np.int32),
             paged.block_tables[source],
             self.slot_mapping[rows],
             repeated_segments(paged.segments, source),
@@ -98,7 +98,8 @@ class PreparedBatch:
                 "group share a selection"
             )
         found = PreparedBatch(layout, self._num_threads)
-        found.coded = None if self.coded is None else read_only_pass(self.coded, layout, source)
+        if self.quantized is not None:
+            found.quantized = read_only_pass(self.quantized, layout, source)
         return found
 
 
@@ -165,7 +166,7 @@ class CPUBackend(NumpyBlocks):
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         batch = PreparedBatch(layout, self.num_threads)
         if self._quant is not None:
-            batch.coded = self._quant.prepare(layout)
+            batch.quantized = self._quant.prepare(layout)
         return batch
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
@@ -178,8 +179,8 @@ class CPUBackend(NumpyBlocks):
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
         """Store KV, float32 [num_tokens, num_kv_heads, head_dim] each, at the batch's slots."""
-        if batch.coded is not None:
-            self._coded.write_kv(layer, keys, values, batch.coded)
+        if batch.quantized is not None:
+            self._coded.write_kv(layer, keys, values, batch.quantized)
         else:
             storage.write_kv(keys, values, self._pools[layer], batch.slot_mapping)
 
@@ -195,14 +196,14 @@ class CPUBackend(NumpyBlocks):
             )
         plan = batch.plan(queries.shape[1] // num_kv_heads, num_kv_heads, params.window)
         options = AttentionOptions(*params)
-        if batch.coded is not None:
-            coded = self._coded.layer(layer, batch.coded)
+        if batch.quantized is not None:
+            quantized = self._coded.layer(layer, batch.quantized)
             return paged_attention_coded(
                 queries,
-                coded.codes,
-                coded.layout,
+                quantized.codes,
+                quantized.layout,
                 batch.paged,
-                coded.own,
+                quantized.own,
                 options,
                 self._workspace,
                 plan,

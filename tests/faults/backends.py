@@ -25,8 +25,8 @@ FAULTS = (
     fault(
         "attention over selected rows misses the last token",
         "backends/cpu.py",
-        "- behind + counts)",
-        "- behind + counts - 1)",
+        "- rows_to_end + counts)",
+        "- rows_to_end + counts - 1)",
         *GEMMA4_ROWS,
     ),
     fault(

@@ -170,7 +170,7 @@ class _Builder(Emitter):
         layer = self.spec.layers[index]
         if layer.keeps_state:
             assert self.states is not None
-            self.states.before(f"layer{index}.", layer.state)
+            self.states.emit_to_output_projection(f"layer{index}.", layer.state)
         if layer.attends:
             self.before_attention(index)
 

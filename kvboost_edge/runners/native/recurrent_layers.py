@@ -56,7 +56,7 @@ class StateOperations:
             lt.RULES.get(mixer.kind, 0),
         )
 
-    def before(self, layer: str, state: int) -> None:
+    def emit_to_output_projection(self, layer: str, state: int) -> None:
         """Emit the operations from the hidden state to the input of the output projection.
 
         `state` is the layer's index in the state pool.
@@ -250,7 +250,7 @@ def _numbers(
         tokens += [index] * length
         start = start + length
         saved = saved + 16 * counts[index]
-    for _, behind, slot in saves:
-        pairs += [behind, first + size * slot]
+    for _, position, slot in saves:
+        pairs += [position, first + size * slot]
     found[:] = [*rows, *tokens, *pairs]
     return found

@@ -367,8 +367,8 @@ class WholePass:
         self, coded: QuantizedStorage, members: _Members, prepared: PreparedBatch
     ) -> _Storage:
         """Return the storage for a quantized pool, where open blocks have float16 copies."""
-        assert prepared.coded is not None
-        own, places = coded.same_shape(members.shape, prepared.coded)
+        assert prepared.quantized is not None
+        own, places = coded.same_shape(members.shape, prepared.quantized)
         tables = np.ascontiguousarray(prepared.paged.block_tables, dtype=np.int32)
         first = np.ascontiguousarray(own.first, dtype=np.int32)
         batch = prepared.paged._replace(block_tables=own.tables)

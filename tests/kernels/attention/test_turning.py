@@ -241,8 +241,8 @@ def test_rotated_queries_over_quantized_keys(bits, rope, last):
         moved.values[span],
         prepared,
     )
-    assert prepared.coded is not None
-    codes, layout, own = backend._coded.layer(0, prepared.coded)
+    assert prepared.quantized is not None
+    codes, layout, own = backend._coded.layer(0, prepared.quantized)
     queries, turning = moved.new(row)
     batch = moved.batch(row)
     wanted = reference_coded(queries, codes, layout, batch, own, options, turning)
