@@ -37,7 +37,7 @@ class ConfigError(KVBoostError, ValueError):
 
 
 class DraftModelMismatch(ConfigError):
-    """Error for a draft model that is supported, but not with the model it shall draft for."""
+    """Error for a draft model that is supported, but not with the given target model."""
 
 
 class ModelFormatError(KVBoostError, ValueError):

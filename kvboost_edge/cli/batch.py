@@ -140,7 +140,7 @@ def _answer(
 
 @contextlib.contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Convert errors of files to one line."""
+    """Convert file errors to one-line messages."""
     try:
         yield
     except OSError as error:

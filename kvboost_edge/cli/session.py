@@ -179,18 +179,18 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
     """Show a progress bar for loading the model, compiling kernels and packing weights."""
     from kvboost_edge.kernels.aot import on_compiling
 
-    columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
+    columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[detail]}"))
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        loading = bar.add_task(f"loading {model}", total=None, told="")
-        counting = bar.add_task("", total=1, told="", visible=False)
+        loading = bar.add_task(f"loading {model}", total=None, detail="")
+        counting = bar.add_task("", total=1, detail="", visible=False)
 
-        def show(description: str, done: int, total: int, told: str) -> None:
+        def show(description: str, done: int, total: int, detail: str) -> None:
             bar.update(
                 counting,
                 description=description,
                 completed=done,
                 total=total,
-                told=told,
+                detail=detail,
                 visible=done < total,
             )
             bar.update(loading, visible=done >= total)

@@ -104,7 +104,7 @@ def locate_model(
 
 
 def _pulled(name: str) -> Path | None:
-    """Return the path of a pulled model, or None if the name is another.
+    """Return the path of a pulled model, or None if no pulled model has this name.
 
     Raises:
         ModelFormatError: the model was created with defaults, which only a server applies.

@@ -66,20 +66,20 @@ def sidecar_path(directory: Path, number: int) -> Path:
     return directory / f"{number:08x}.kvx"
 
 
-def segment_ids(sizes: Iterable[str]) -> list[int]:
+def segment_ids(names: Iterable[str]) -> list[int]:
     """Return the segment numbers in a list of file names, in ascending order."""
-    return sorted(int(found[1], 16) for found in map(_SEGMENT.fullmatch, sizes) if found)
+    return sorted(int(found[1], 16) for found in map(_SEGMENT.fullmatch, names) if found)
 
 
-def leftovers(sizes: Iterable[str]) -> list[str]:
+def leftovers(names: Iterable[str]) -> list[str]:
     """Return the names of files left by a killed process.
 
     These are unfinished files, and sidecars without a segment.
     """
-    held = {sidecar_path(Path(), number).name for number in segment_ids(sizes)}
+    held = {sidecar_path(Path(), number).name for number in segment_ids(names)}
     return [
         name
-        for name in sizes
+        for name in names
         if is_own(name) and name.endswith((_NEW, ".kvx")) and name not in held
     ]
 
