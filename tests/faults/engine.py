@@ -118,7 +118,7 @@ FAULTS = (
     fault(
         "never splits lexemes of GBNF grammars",
         "engine/grammar/gbnf_lexemes.py",
-        "wrong = _Units(grammar).wrong_lexemes()",
+        "wrong = units.wrong_lexemes()",
         "wrong = list[Node]()",
         "tests/engine/grammar/test_gbnf.py",
     ),

@@ -36,7 +36,7 @@ _MOST_DEPTH = 100
 _MOST_STATES = 4_000
 _MOST_ROUNDS = 40
 _MOST_LEXEMES = 1_500
-_FEW_CHARS = 8
+_FEW_CHARS = 8  # a lexeme of one of so few characters makes no mask slow
 _ANY_BYTE = (1 << 256) - 1
 
 
@@ -64,7 +64,8 @@ def lark_of_gbnf(text: str) -> LarkGrammar:
     rules = [_grouped(node, regular) for node in rules]
     grammar = _Lexemes(rules, regular)
     for _ in range(_MOST_ROUNDS):
-        wrong = _Units(grammar).wrong_lexemes()
+        units = _Units(grammar)
+        wrong = units.wrong_lexemes()
         if not wrong:
             break
         for node in wrong:
@@ -72,7 +73,8 @@ def lark_of_gbnf(text: str) -> LarkGrammar:
     else:
         for rule in rules:
             _split_all(rule)
-    return LarkGrammar(_lark(grammar), any(map(_is_wide, _Units(grammar).lexemes)))
+        units = _Units(grammar)
+    return LarkGrammar(_lark(grammar), any(map(_is_wide, units.lexemes)))
 
 
 def _regular_rules(rules: Sequence[Node]) -> dict[int, _Size]:
