@@ -89,6 +89,20 @@ FAULTS = (
         "tests/cli/test_app.py::test_chat_survives_a_refused_turn",
     ),
     fault(
+        "Ctrl-C at the prompt ends a chat",
+        "cli/chat.py",
+        "            if not sys.stdin.isatty():\n                raise\n",
+        "            return None\n",
+        "tests/cli/test_lines.py",
+    ),
+    fault(
+        "an invalid option exits like any other error",
+        "errors.py",
+        "return 2 if isinstance(error, ConfigError) else 1",
+        "return 1",
+        "tests/cli/test_refusals.py",
+    ),
+    fault(
         "prints nothing outside terminals while a model loads",
         "cli/session.py",
         "    lines.loading(size_on_disk(path))\n    on_compiling(lines.compiling)\n",
