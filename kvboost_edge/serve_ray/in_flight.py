@@ -54,6 +54,8 @@ def is_loss(error: BaseException) -> bool:
 
     kinds = (
         exceptions.RayActorError,
+        exceptions.OutOfMemoryError,  # Ray's memory monitor has killed the replica.
+        exceptions.NodeDiedError,
         exceptions.ObjectLostError,
         exceptions.RpcError,
         exceptions.RaySystemError,

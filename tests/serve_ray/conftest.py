@@ -15,10 +15,8 @@ OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1, "reuse_gate":
 
 
 @pytest.fixture(scope="package")
-def ray_cluster(isolated_cache):
-    """Address of the Ray cluster. It soon reports replicas that wait for CPUs, and all replicas
-    know the secret of the suite.
-    """
+def imported_ray():
+    """The module `ray`, after the import of Ray Serve."""
     with warnings.catch_warnings():
         # Ray Serve's own models were written for an older pydantic.
         warnings.filterwarnings(
@@ -26,6 +24,14 @@ def ray_cluster(isolated_cache):
         )
         ray = pytest.importorskip("ray")
         pytest.importorskip("ray.serve")
+        return ray
+
+
+@pytest.fixture(scope="package")
+def ray_cluster(imported_ray, isolated_cache):
+    """Address of the Ray cluster. It soon reports replicas that wait for CPUs, and all replicas
+    know the secret of the suite.
+    """
     from kvboost_edge.serve_ray.start import own_cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -33,7 +39,7 @@ def ray_cluster(isolated_cache):
         patch.setenv("RAY_SERVE_SLOW_STARTUP_WARNING_PERIOD_S", "1")
         patch.setenv("KVBOOST_EDGE_REDIS_SECRET", SECRET)
         with own_cluster(NUM_CPUS):
-            yield ray.get_runtime_context().gcs_address
+            yield imported_ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.serve_ray.in_flight import CancelledBeforeStart, Flight
+from kvboost_edge.serve_ray.in_flight import CancelledBeforeStart, Flight, ReplicaLost
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
@@ -40,22 +40,29 @@ def test_a_request_cancelled_before_its_start_is_never_sent():
 class Answer:
     """Result of a call, in Ray's form."""
 
-    def __init__(self, came):
+    def __init__(self, came, error=None):
         self._came = came
+        self._error = error
 
     async def __aiter__(self):
         for one in self._came:
             yield one
+        if self._error is not None:
+            raise self._error
 
     def cancel(self):
         pass
 
 
 class Pools:
-    """The interface of replicas that a request in flight uses; those in `refusing` refuse it."""
+    """The interface of replicas that a request in flight uses.
 
-    def __init__(self, refusing, names):
+    Replicas in `refusing` refuse it, and those in `broken` fail after the given parts.
+    """
+
+    def __init__(self, refusing, names, broken=None):
         self.refusing = refusing
+        self.broken = broken or {}
         self.names = names
         self.asked = []
 
@@ -65,6 +72,8 @@ class Pools:
     def call(self, sent):
         name = sent.targets[0]
         self.asked.append(name)
+        if name in self.broken:
+            return Answer(*self.broken[name])
         if name in self.refusing:
             return Answer(
                 [Came(name, failure=failure_of(CapacityError(f"the pool of {name} is too small")))]
@@ -102,3 +111,33 @@ def test_a_request_too_large_for_a_pool_tries_all_others():
     assert many.asked == list("abcdefgh")
     last = Pools(set("abcdefg"), list("abcdefgh"))
     assert last.run()._result == "by h"
+
+
+@pytest.mark.parametrize(
+    "kind", ["ActorDiedError", "OutOfMemoryError", "NodeDiedError", "ObjectLostError"]
+)
+def test_a_request_survives_the_end_of_its_replica_until_its_first_token(imported_ray, kind):
+    """Ray reports replicas that its memory monitor killed with an error of their own."""
+    exceptions = imported_ray.exceptions
+    error = {
+        "ActorDiedError": exceptions.ActorDiedError,
+        "OutOfMemoryError": lambda: exceptions.OutOfMemoryError("the node ran low on memory"),
+        "NodeDiedError": lambda: exceptions.NodeDiedError("the node died"),
+        "ObjectLostError": lambda: exceptions.ObjectLostError("00" * 28, None, ""),
+    }[kind]()
+    waiting = Pools(set(), ["a", "b"], {"a": ([Came("a")], error)})
+    assert waiting.run()._result == "by b"
+    assert waiting.asked == ["a", "b"]
+    event = TokenEvent(5, "text", 1.0)
+    started = Pools(set(), ["a", "b"], {"a": ([Came("a"), Came("a", (event,))], error)})
+    with pytest.raises(ReplicaLost):
+        started.run().result(timeout=60)
+    assert started.asked == ["a"]
+
+
+def test_other_errors_of_ray_end_a_request(imported_ray):
+    exceptions = imported_ray.exceptions
+    error = exceptions.ObjectStoreFullError("the object store is full")
+    pools = Pools(set(), ["a", "b"], {"a": ([Came("a")], error)})
+    with pytest.raises(exceptions.ObjectStoreFullError):
+        pools.run().result(timeout=60)
