@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from kvboost_edge.serve_ray.messages import ReplicaFigures
 
 __all__ = ["summed_cache", "summed_paged"]
 
 _SAME = ("block_size", "bytes_per_block")  # equal in all replicas
 _COUNTS = ("state_snapshots", "step_counts")  # dictionaries of counts
-_SHARED_TIERS = ("redis",)  # All replicas share one server, so its sizes count once.
-_SIZES = ("blocks", "bytes", "max_bytes")
+_SIZES = ("blocks", "bytes", "max_bytes")  # of the content of a store
+_CACHE_SIZES = ("chunks", "memory_mb", "budget_mb")  # the same in `cache_stats`
+_ONE_WRITER = ("disk",)  # Of the replicas that share a store, only its owner writes.
 
 
-def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summed_paged(figures: Sequence[ReplicaFigures]) -> dict[str, Any]:
     """Aggregate the `paged_stats` of several replicas.
 
-    Counts are summed, ratios are recomputed, and other values are those of the first replica.
+    Counts are summed, ratios are recomputed, and other values are those of the first replica. The
+    sizes of a tier that several replicas share count once.
     """
+    stats = [one.paged for one in figures]
     summed: dict[str, Any] = dict(stats[0])
     for name, value in summed.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
@@ -27,15 +32,29 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     summed["cache_utilization"] = summed["occupied_blocks"] / summed["num_blocks"]
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
-        name: _summed_tier(name, [one["tiers"][name] for one in stats if name in one["tiers"]])
+        name: _summed_tier(
+            name,
+            [
+                (_store_of(one, name), one.paged["tiers"][name])
+                for one in figures
+                if name in one.paged["tiers"]
+            ],
+        )
         for name in summed["tiers"]
     }
     return summed
 
 
-def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Aggregate the `cache_stats` of several replicas."""
+def summed_cache(figures: Sequence[ReplicaFigures]) -> dict[str, float]:
+    """Aggregate the `cache_stats` of several replicas, see `summed_paged`."""
+    stats = [one.cache for one in figures]
     summed = {name: sum(one.get(name, 0) for one in stats) for name in stats[0]}
+    for tier in {tier: None for one in figures for tier in one.stores}:
+        for name in (f"{tier}_{size}" for size in _CACHE_SIZES):
+            if name in summed:
+                summed[name] = _once_per_store(
+                    (_store_of(one, tier), one.cache.get(name, 0)) for one in figures
+                )
     summed["budget_utilization"] = (
         summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0
     )
@@ -48,18 +67,35 @@ def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return summed
 
 
-def _summed_tier(name: str, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    summed = dict(stats[0])
+def _summed_tier(name: str, stats: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Aggregate a tier's figures, each given with the identity of the store."""
+    summed = dict(stats[0][1])
+    written = {store for store, one in stats if one["writable"]} if name in _ONE_WRITER else ()
     for field in summed:
-        values = [one[field] for one in stats if one[field] is not None]
+        values = [(store, one[field]) for store, one in stats if one[field] is not None]
         if not values:
             continue
-        if isinstance(values[0], str):  # the first problem of any replica
-            summed[field] = next(filter(None, values), "")
-        elif isinstance(values[0], bool):  # Only one replica owns a shared directory.
-            summed[field] = any(values)
-        elif name in _SHARED_TIERS and field in _SIZES:
-            summed[field] = max(values)
+        if field == "writable":
+            summed[field] = any(value for _, value in values)
+        elif field == "state":  # the first problem, which is none if another replica writes
+            problems = (
+                one[field] for store, one in stats if one["writable"] or store not in written
+            )
+            summed[field] = next(filter(None, problems), "")
+        elif field in _SIZES:
+            summed[field] = _once_per_store(values)
         else:
-            summed[field] = sum(values)
+            summed[field] = sum(value for _, value in values)
     return summed
+
+
+def _store_of(figures: ReplicaFigures, tier: str) -> str:
+    return figures.stores.get(tier, figures.replica)
+
+
+def _once_per_store(values: Iterable[tuple[str, Any]]) -> Any:
+    """Return the sum over the stores of the largest value that a replica reports."""
+    largest: dict[str, Any] = {}
+    for store, value in values:
+        largest[store] = max(value, largest.get(store, value))
+    return sum(largest.values())

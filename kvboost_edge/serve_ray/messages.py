@@ -179,7 +179,17 @@ class CallOutcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Statistics of one replica's engine."""
+    """Statistics of one replica's engine.
+
+    Attributes:
+        replica: Name of the replica.
+        paged: Result of `paged_stats`.
+        cache: Result of `cache_stats`.
+        num_running: Number of running sequences.
+        num_waiting: Number of waiting sequences.
+        waiting_tokens: Tokens of the waiting sequences.
+        stores: Identity of the storage of each tier. Replicas that share it have equal identities.
+    """
 
     replica: str
     paged: dict[str, Any]
@@ -187,6 +197,7 @@ class ReplicaFigures:
     num_running: int
     num_waiting: int
     waiting_tokens: int
+    stores: dict[str, str]
 
 
 class ReplicaUpdate(NamedTuple):

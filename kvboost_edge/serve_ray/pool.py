@@ -280,10 +280,10 @@ class ReplicatedEngine:
         return {one.replica: ReplicaView(self, one) for one in found}
 
     def cache_stats(self) -> dict[str, float]:
-        return summed_cache([view.cache_stats() for view in self.replicas().values()])
+        return summed_cache([view.figures for view in self.replicas().values()])
 
     def paged_stats(self) -> dict[str, Any]:
-        return summed_paged([view.paged_stats() for view in self.replicas().values()])
+        return summed_paged([view.figures for view in self.replicas().values()])
 
     def block_map(self) -> list[int]:
         """Return the block maps of all replicas, concatenated in the order of their names."""

@@ -19,6 +19,7 @@ from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
+from kvboost_edge.serve_ray.machine import directory_id
 from kvboost_edge.serve_ray.messages import (
     CallOutcome,
     Came,
@@ -387,7 +388,9 @@ class EngineReplica:
 
     async def _figures(self) -> ReplicaFigures:
         engine = self._engine
-        paged, cache = await asyncio.to_thread(lambda: (engine.paged_stats(), engine.cache_stats()))
+        paged, cache, stores = await asyncio.to_thread(
+            lambda: (engine.paged_stats(), engine.cache_stats(), _stores_of(engine.config))
+        )
         return ReplicaFigures(
             self.name,
             paged,
@@ -395,6 +398,7 @@ class EngineReplica:
             engine.num_running(),
             engine.num_waiting(),
             engine.waiting_tokens(),
+            stores,
         )
 
     async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -440,6 +444,14 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
     "unpin": EngineReplica._unpin,
     "warm_result": EngineReplica._warm_result,
 }
+
+
+def _stores_of(config: EngineConfig) -> dict[str, str]:
+    """Return the identity of each tier's storage, see `ReplicaFigures`."""
+    stores = {"redis": ""}  # All replicas use the same server.
+    if config.disk_cache_dir is not None:
+        stores["disk"] = directory_id(config.disk_cache_dir)
+    return stores
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -15,6 +13,7 @@ from pathlib import Path
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.atomic_files import is_abandoned, open_unfinished
+from kvboost_edge.serve_ray.machine import machine_id
 from kvboost_edge.server.logs import log_facts
 
 __all__ = ["MEMORY_PLACE", "STORE_BYTES", "ray_directory"]
@@ -58,10 +57,7 @@ def ray_directory() -> Iterator[str]:
 def _prefix() -> str:
     """Return the prefix of directory names, which depends on the machine and its last boot."""
     # Machines may share a file system that does not share locks.
-    boot = b""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return f"kvray-{hashlib.sha256(platform.node().encode() + boot).hexdigest()[:6]}"
+    return f"kvray-{machine_id()[:6]}"
 
 
 def _place() -> str:

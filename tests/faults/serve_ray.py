@@ -109,9 +109,16 @@ FAULTS = (
     fault(
         "counts blocks on a shared server once for each replica",
         "serve_ray/aggregation.py",
-        "            summed[field] = max(values)\n",
-        "            summed[field] = sum(values)\n",
+        "            summed[field] = _once_per_store(values)\n",
+        "            summed[field] = sum(value for _, value in values)\n",
         "tests/serve_ray/test_aggregation.py::test_blocks_of_a_shared_server_are_counted_once",
+    ),
+    fault(
+        "reports the readers of a directory as a problem",
+        "serve_ray/aggregation.py",
+        'if one["writable"] or store not in written',
+        "if True",
+        "tests/serve_ray/test_aggregation.py::test_a_directory_of_several_replicas_is_counted_once",
     ),
     fault(
         "assigns a replica CPUs of several machines",

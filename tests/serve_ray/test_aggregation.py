@@ -1,6 +1,17 @@
 """Aggregation: the figures of several replicas as those of one engine."""
 
-from kvboost_edge.serve_ray.aggregation import summed_paged
+from kvboost_edge.serve_ray.aggregation import summed_cache, summed_paged
+from kvboost_edge.serve_ray.messages import ReplicaFigures
+
+
+def figures(*paged, cache=(), stores=()):
+    """Return the figures of replicas with these results of `paged_stats`."""
+    cached = cache or [{}] * len(paged)
+    shared = stores or [{}] * len(paged)
+    return [
+        ReplicaFigures(str(number), one, cached[number], 0, 0, 0, shared[number])
+        for number, one in enumerate(paged)
+    ]
 
 
 def replica(used, **snapshots):
@@ -19,7 +30,11 @@ def replica(used, **snapshots):
 
 def test_snapshots_and_steps_are_summed_by_name():
     summed = summed_paged(
-        [replica(2, prompt=3, hint=0), replica(5, prompt=4, hint=1), replica(5, prompt=0, hint=2)]
+        figures(
+            replica(2, prompt=3, hint=0),
+            replica(5, prompt=4, hint=1),
+            replica(5, prompt=0, hint=2),
+        )
     )
     assert summed["state_snapshots"] == {"prompt": 7, "hint": 3}
     assert summed["step_counts"] == {"0.1": 12, "+Inf": 15}
@@ -32,16 +47,69 @@ def test_snapshots_and_steps_are_summed_by_name():
 
 
 def test_replicas_without_states_have_no_snapshots():
-    assert summed_paged([replica(1), replica(2)])["state_snapshots"] == {}
+    assert summed_paged(figures(replica(1), replica(2)))["state_snapshots"] == {}
+
+
+def tier(blocks, *, writable=True, state=""):
+    return {
+        "blocks": blocks,
+        "max_bytes": 90,
+        "read_blocks": 2,
+        "writable": writable,
+        "state": state,
+    }
 
 
 def test_blocks_of_a_shared_server_are_counted_once():
-    def tiers(blocks):
-        tier = {"blocks": blocks, "max_bytes": None, "read_blocks": 2, "writable": blocks > 3}
-        state = "it is full" if blocks > 3 else ""
-        return {"disk": {**tier, "state": ""}, "redis": {**tier, "state": state}}
+    first = {**tier(3, writable=False), "max_bytes": None}
+    second = {**tier(5, state="it is full"), "max_bytes": None}
+    found = figures(
+        *({**replica(1), "tiers": {"redis": one}} for one in (first, second)),
+        cache=[cached(redis=3), cached(redis=5)],
+        stores=[{"redis": ""}] * 2,
+    )
+    expected = {**second, "read_blocks": 4}
+    assert summed_paged(found)["tiers"] == {"redis": expected}
+    summed = summed_cache(found)
+    assert (summed["redis_chunks"], summed["redis_hits"]) == (5, 2)
 
-    summed = summed_paged([{**replica(1), "tiers": tiers(blocks)} for blocks in (3, 5)])["tiers"]
-    same = {"max_bytes": None, "read_blocks": 4, "writable": True}
-    assert summed["disk"] == {"blocks": 8, "state": "", **same}
-    assert summed["redis"] == {"blocks": 5, "state": "it is full", **same}
+
+def cached(**chunks):
+    """Return `cache_stats` of a replica with these chunks by tier."""
+    names = ("hot_memory_mb", "budget_mb", "cache_hits", "approximate_hits", "cache_misses")
+    tiers = {
+        f"{name}_{size}": value
+        for name, count in chunks.items()
+        for size, value in {
+            "chunks": count,
+            "memory_mb": count / 2,
+            "budget_mb": 90.0,
+            "hits": 1,
+        }.items()
+    }
+    return {**dict.fromkeys(names, 1), **tiers}
+
+
+def test_a_directory_of_several_replicas_is_counted_once():
+    """Replicas 0 and 1 are on one machine, where 1 owns the directory, and 2 is on another one."""
+    reader = tier(4, writable=False, state="owned by another process")
+    found = figures(
+        *({**replica(1), "tiers": {"disk": one}} for one in (reader, tier(5), tier(7))),
+        cache=[cached(disk=4), cached(disk=5), cached(disk=7)],
+        stores=[{"disk": "x"}, {"disk": "x"}, {"disk": "y"}],
+    )
+    expected = {**tier(12), "max_bytes": 180, "read_blocks": 6}
+    assert summed_paged(found)["tiers"] == {"disk": expected}
+    summed = summed_cache(found)
+    sizes = [summed[f"disk_{name}"] for name in ("chunks", "memory_mb", "budget_mb", "hits")]
+    assert sizes == [12, 6.0, 180.0, 3]
+
+
+def test_the_problem_of_a_directory_without_a_writer_is_reported():
+    broken = tier(4, writable=False, state="it cannot be written")
+    found = figures(
+        *({**replica(1), "tiers": {"disk": one}} for one in (tier(5), broken)),
+        stores=[{"disk": "x"}, {"disk": "y"}],
+    )
+    summed = summed_paged(found)["tiers"]["disk"]
+    assert (summed["writable"], summed["state"]) == (True, "it cannot be written")
