@@ -198,7 +198,7 @@ class EngineCore:
         self._runner = runner
         self._backend = backend
         self._sequences = sequences
-        self._prober = Prober(runner, scheduler.manager, scheduler.max_batch_tokens)
+        self._prober = Prober(runner, scheduler.manager)
         self._watch = BlockWatch(scheduler.manager, backend) if debug_checks else NoChecks()
         # SimpleQueue.put is reentrant, so finalizers can call it at any time from any thread.
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -446,11 +446,11 @@ class EngineCore:
         self.scheduler.speculation.complete(plan.work, plan.copies, self._is_ending)
         with self.lock:
             batch = self._batch_of(plan)
-        self._prepare(plan.preparing)
+        scored = self._prepare(plan)
         computing = time.perf_counter()
         found = self._compute(plan, batch)
         if found is not None:
-            self._finish(plan, batch, found, began)
+            self._finish(plan, batch, found, began, scored)
             with self.lock:
                 self.scheduler.speculation.observe(plan.work, time.perf_counter() - computing)
                 self.step_times.observe(time.perf_counter() - planned)
@@ -483,18 +483,26 @@ class EngineCore:
             or (deadline is not None and time.monotonic() >= deadline)
         )
 
-    def _prepare(self, sequences: list[Sequence]) -> None:
-        """Score the next part of the reused spans of each sequence.
+    def _prepare(self, plan: StepPlan) -> float:
+        """Score the next part of a sequence's reused spans and return the seconds that it took.
 
-        An error ends only the sequence that caused it.
+        An error ends only this sequence.
         """
-        if not sequences:
-            return
-        failed = self._prober.look(sequences)
-        with self.lock:
-            for sequence, error in failed:
+        if plan.preparing is None:
+            return 0.0
+        sequence, limit = plan.preparing
+        if self._is_ending(sequence):
+            return 0.0
+        began = time.perf_counter()
+        try:
+            self._prober.look(sequence, limit)
+        except Exception as error:
+            with self.lock:
                 self._end(sequence, error=error)
-            self._prober.end(sequences)
+        else:
+            with self.lock:
+                self._prober.end(sequence)
+        return time.perf_counter() - began
 
     def _copy(self, plan: StepPlan) -> bool:
         """Copy the blocks that the step writes, and return whether that succeeded.
@@ -537,14 +545,23 @@ class EngineCore:
                 self._end(sequence, error=error)
 
     def _finish(
-        self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
+        self,
+        plan: StepPlan,
+        batch: ForwardBatch | None,
+        found: list[Floats],
+        began: float,
+        scored: float,
     ) -> None:
-        """Sample the next tokens, commit accepted draft tokens, and save blocks to the tiers."""
+        """Sample the next tokens, commit accepted draft tokens, and save blocks to the tiers.
+
+        Args:
+            scored: seconds of the step that scoring took.
+        """
         seconds = time.perf_counter() - began
         self._estimate.observe(plan, seconds)
         _note_shares(plan.work, seconds)
-        if not plan.preparing:
-            self.scheduler.pacing.observe(plan.work, seconds)
+        if plan.work:
+            self.scheduler.pacing.observe(plan.work, seconds - scored)
         with self.lock:
             self._take(plan.work, found)
             has_drafts = batch is not None and self._accepted.plan_slots(plan.work, batch.layout)

@@ -212,6 +212,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             max_batch_tokens=config.max_batch_tokens,
             target_tpot=config.target_tpot,
             min_chunk_tokens=config.min_chunk_tokens,
+            num_layers=len(info.kv_spec.layers),
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,
             history_bytes=parts.history_bytes,

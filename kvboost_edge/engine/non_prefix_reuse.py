@@ -22,7 +22,7 @@ from kvboost_edge.engine.request.request import (
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule.feature import SharedSpans
 from kvboost_edge.engine.schedule.planners import SpanPlacement
-from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
+from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable, TableSegment
 from kvboost_edge.kvcache.hashing import decode_tokens
@@ -38,6 +38,8 @@ from kvboost_edge.segments import Segment
 __all__ = ["Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
+_DEVIATION_LAYERS = 2  # layers that `Runner.deviations` runs
+_QUERY_SHARE = 2 / 3  # fraction of the layers that `Runner.masses` runs, see `asked_layer`
 # Initial gate status by the `reuse_gate` option. A stored verdict can change it to "passed".
 _GATES = {"auto": "unchecked", "off": "off"}
 
@@ -192,13 +194,20 @@ class SpanSharing(SpanPlacement):
 
     Args:
         min_chunk_tokens: minimum length of a run, in tokens.
+        num_layers: number of the model's layers.
         remembers: also find runs whose blocks left the pool, because a tier may store them.
     """
 
     def __init__(
-        self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False
+        self,
+        manager: KVCacheManager,
+        min_chunk_tokens: int,
+        num_layers: int,
+        *,
+        remembers: bool = False,
     ) -> None:
         self._manager = manager
+        self._deviation_share = min(1.0, _DEVIATION_LAYERS / max(1, num_layers))
         self.finder = SpanFinder(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
@@ -246,55 +255,40 @@ class SpanSharing(SpanPlacement):
         if num_probed:
             asks = request.repair.strategy is RecomputeStrategy.QUERY
             probe = (
-                QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
+                QueryProbe(table, size, len(sequence.cacheable_ids), _QUERY_SHARE)
+                if asks
+                else Probe(table, size, self._deviation_share)
             )
         sequence.spans.place(found.runs, probe)
         return True
 
 
 class Prober:
-    """A scorer of reused spans, which runs some layers of the model on a few blocks at a time.
+    """A scorer of reused spans, which runs some layers of the model on a few tokens at a time."""
 
-    Args:
-        limit: maximum number of tokens scored per sequence and call, rounded to blocks.
-    """
-
-    def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
+    def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
         self._runner = runner
         self._manager = manager
-        self._limit = limit
 
-    def look(self, sequences: Several[Sequence]) -> list[tuple[Sequence, Exception]]:
-        """Score the next part of each sequence's spans.
+    def end(self, sequence: Sequence) -> None:
+        """Finish a fully scored sequence by removing the tokens to recompute from its spans."""
+        probe = sequence.spans.probe
+        if probe is not None and probe.is_done:
+            table = sequence.blocks
+            self._manager.spans.cut(table, probe.spans())
+            sequence.spans.end_probe(table, probe.seconds)
+            sequence.move_to(table.num_cached_tokens)
 
-        Each sequence uses its own reserved blocks.
+    def look(self, sequence: Sequence, limit: int) -> None:
+        """Score the next part of a sequence's spans, which uses the sequence's reserved blocks.
 
-        Returns:
-            Pairs of a failed sequence and its error.
+        Args:
+            limit: maximum number of tokens to score, see `Probe.next_rows`.
         """
-        failed: list[tuple[Sequence, Exception]] = []
-        for sequence in sequences:
-            try:
-                self._look(sequence)
-            except Exception as error:
-                failed.append((sequence, error))
-        return failed
-
-    def end(self, sequences: Several[Sequence]) -> None:
-        """Finish fully scored sequences by removing the tokens to recompute from their spans."""
-        for sequence in sequences:
-            probe = sequence.spans.probe
-            if probe is not None and probe.is_done and sequence.status is SequenceStatus.RUNNING:
-                table = sequence.blocks
-                self._manager.spans.cut(table, probe.spans())
-                sequence.spans.end_probe(table, probe.seconds)
-                sequence.move_to(table.num_cached_tokens)
-
-    def _look(self, sequence: Sequence) -> None:
         probe = sequence.spans.probe
         assert probe is not None
         started = time.perf_counter()
-        rows = probe.next_rows(self._limit)
+        rows = probe.next_rows(limit)
         batch = _batch_of(sequence.token_ids, rows, self._manager.block_size)
         if isinstance(probe, QueryProbe):
             probe.take(rows, self._runner.masses(batch, probe.query_indices(rows), probe.stored))

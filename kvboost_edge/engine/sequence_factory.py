@@ -41,6 +41,7 @@ def make_scheduler(
     max_batch_tokens: int,
     target_tpot: float | None = 0.0,
     min_chunk_tokens: int = 32,
+    num_layers: int = 1,
     closes_blocks: bool = False,
     whole: bool = False,
     history_bytes: int | None = None,
@@ -49,6 +50,7 @@ def make_scheduler(
     """Return a scheduler with all features, and its draft planner.
 
     Args:
+        num_layers: number of layers with KV.
         target_tpot: maximum step time in milliseconds while sequences decode, see `StepPacing`.
         closes_blocks: whether full blocks are quantized. Only accepted tokens may then fill a
             block.
@@ -64,7 +66,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         loads=loads,
-        sharing=SpanSharing(manager, min_chunk_tokens, remembers=loads.has_tiers),
+        sharing=SpanSharing(manager, min_chunk_tokens, num_layers, remembers=loads.has_tiers),
         speculation=speculation,
         pacing=StepPacing(0.0 if whole else target_tpot and target_tpot / 1e3),
         whole=whole,

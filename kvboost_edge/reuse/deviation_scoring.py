@@ -63,9 +63,15 @@ class Probe:
     """Deviation scores of the span blocks in one table.
 
     The probe writes to the table's reserved blocks. Their number is the number of blocks to select.
+
+    Args:
+        table: the table.
+        block_size: tokens per block.
+        layer_share: fraction of the model's layers that a scoring pass runs.
     """
 
-    def __init__(self, table: BlockTable, block_size: int) -> None:
+    def __init__(self, table: BlockTable, block_size: int, layer_share: float = 1.0) -> None:
+        self.layer_share = layer_share
         self._table = table
         self._size = block_size
         self._num_chosen = len(table.reserve)
@@ -79,18 +85,31 @@ class Probe:
         """True once all tokens are scored."""
         return not self._ahead
 
+    @property
+    def num_left(self) -> int:
+        """Number of tokens that are not scored yet."""
+        return sum(stop - start for start, stop, _ in self._ahead)
+
+    @property
+    def position(self) -> int:
+        """Position of the next token to score."""
+        return self._ahead[-1][0]
+
     def next_rows(self, limit: int) -> list[ProbeRow]:
-        """Return the next tokens to compute, as whole blocks.
+        """Return the next tokens to compute, which are whole blocks inside spans.
 
         Args:
-            limit: approximate maximum number of tokens. At least one block is returned.
+            limit: maximum number of tokens. A block of a span is returned even if it is larger.
         """
         rows: list[ProbeRow] = []
-        left = max(1, limit // self._size) * self._size
+        left = max(1, limit)
         spare = list(self._table.reserve)
         while self._ahead and left:
             start, stop, span = self._ahead[-1]
-            room = min(left, len(spare) * self._size) if span else left
+            room = left
+            if span:
+                least = 0 if rows else 1
+                room = min(max(least, left // self._size), len(spare)) * self._size
             if not room:
                 break
             end = min(stop, start + room)
@@ -100,7 +119,7 @@ class Probe:
                 count = (end - start) // self._size
                 rows.append(self._span_row(start, end, span, spare[:count]))
                 del spare[:count]
-            left -= end - start
+            left = max(0, left - (end - start))
             self._ahead[-1] = (end, stop, span)
             if end == stop:
                 self._ahead.pop()
@@ -172,14 +191,17 @@ class QueryProbe(Probe):
         block_size: tokens per block.
         stop: position after the last token to compute. It is after all spans and at most at the
             prompt's end.
+        layer_share: fraction of the model's layers that a scoring pass runs.
 
     Attributes:
         stored: stored keys of the whole blocks in spans.
     """
 
-    def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:
+    def __init__(
+        self, table: BlockTable, block_size: int, stop: int, layer_share: float = 1.0
+    ) -> None:
         self._stop = stop
-        super().__init__(table, block_size)
+        super().__init__(table, block_size, layer_share)
         spans = [
             (np.arange(span.start, _whole(span, block_size)), span.delta) for span in table.spans
         ]

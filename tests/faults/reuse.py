@@ -16,6 +16,7 @@ _POOL = "kvcache/table_spans.py"
 _PLAN = "reuse/span_plan.py"
 _PROBE = "reuse/deviation_scoring.py"
 _SHARING = "tests/engine/test_reuse.py"
+_SCORING = "tests/engine/schedule/test_scoring_pace.py"
 
 FAULTS = faults(
     (
@@ -167,5 +168,26 @@ FAULTS = faults(
         "(-self._weights[start], start)",
         "(self._weights[start], start)",
         "tests/reuse/test_deviation_scoring.py",
+    ),
+    (
+        "scores reused spans beyond the step's limit",
+        "engine/core.py",
+        "self._prober.look(sequence, limit)",
+        "self._prober.look(sequence, 1 << 20)",
+        _SCORING,
+    ),
+    (
+        "scores the spans of a request that is ending",
+        "engine/core.py",
+        "if self._is_ending(sequence):\n            return 0.0",
+        "if False:\n            return 0.0",
+        _SCORING,
+    ),
+    (
+        "does not charge tenants for scoring",
+        "engine/schedule/scheduler.py",
+        "            self._fairness.charge_scoring(scored, num_scored)\n",
+        "",
+        _SCORING,
     ),
 )

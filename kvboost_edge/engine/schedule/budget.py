@@ -79,9 +79,10 @@ class Budget:
         if len(tenants) < 2:
             return [(running, limit.total)]
         urgent = min(
-            (s.priority for s in running if s.num_pending > 1), default=running[0].priority
+            (s.priority for s in running if s.num_due and not s.decodes),
+            default=running[0].priority,
         )
-        decoding = {s.index for s in running if s.num_pending == 1} - limit.spare
+        decoding = {s.index for s in running if s.decodes} - limit.spare
         roomy = 2 * len(decoding) <= limit.total
         wants: dict[int, Counter[bytes]] = {}
         for sequence in running:
@@ -101,8 +102,8 @@ class Budget:
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
         for sequence in members:
-            if pending := sequence.num_pending:
-                decodes = pending == 1 and sequence.index not in limit.spare
+            if sequence.num_due:
+                decodes = sequence.decodes and sequence.index not in limit.spare
                 (decoding if decodes else filling).append(sequence)
         budget = limit.total
         # Background sequences come after the prompts of other sequences, even while they decode.
@@ -138,7 +139,7 @@ def _fill(prompts: list[Sequence], limit: StepLimit, shares: dict[int, int]) -> 
     """
     oldest = min(prompts, key=_BY_ARRIVAL)
     kept = max(-(-limit.total // _OLDEST_PART), min(limit.price(oldest), limit.total))
-    shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
+    shortest_first = sorted(prompts, key=lambda one: (one.num_due, one.index))
     left = limit.total
     for sequence, most in ((oldest, kept), *((one, limit.total) for one in shortest_first)):
         price = limit.price(sequence)

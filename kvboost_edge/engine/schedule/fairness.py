@@ -58,6 +58,16 @@ class Fairness:
             if self.is_shared:
                 self._served[sequence.tenant] += num_new / self._weights[sequence.tenant]
 
+    def charge_scoring(self, sequence: running_state.Sequence, count: int) -> None:
+        """Charge a sequence's tenant for the tokens that are scored in this step.
+
+        They count as fewer tokens, because scoring runs only some layers.
+        """
+        probe = sequence.spans.probe
+        if probe is None or sequence.is_background or sequence.preemptions or not self.is_shared:
+            return
+        self._served[sequence.tenant] += count * probe.layer_share / self._weights[sequence.tenant]
+
     def divide(self, budget: int, wants: Mapping[bytes, int]) -> dict[bytes, int]:
         """Divide a budget of tokens among tenants, giving none more than it wants.
 

@@ -6,6 +6,9 @@
   can join soon.
 - While only one request exists, a step takes up to 1 s.
 
+A sequence whose reused spans are scored first counts as a prompt. Its tokens cost less, because
+scoring runs only some layers, but the scoring pass reads the weights of these layers once more.
+
 Background requests do not count as decoding. While other requests run, they get the time that the
 others leave in a step of this length, or no time if they need an idle engine.
 """
@@ -74,13 +77,21 @@ class StepPacing:
     def limit(
         self, running: Several[Sequence], num_waiting: int, max_batch_tokens: int
     ) -> tuple[list[Sequence], StepLimit]:
-        """Return the sequences to compute in the next step, and the step's limit."""
-        everyone, spare = _with_spare([one for one in running if one.is_ready])
+        """Return the sequences to compute or score in the next step, and the step's limit.
+
+        Args:
+            running: running sequences, of which at most one prepares.
+            num_waiting: number of all other sequences.
+            max_batch_tokens: maximum number of tokens in a step.
+        """
+        everyone, spare = _with_spare([one for one in running if one.is_ready or one.prepares])
         plain = StepLimit(max_batch_tokens, {}, spare)
         if self._target == 0.0:
             return everyone, plain
-        decoding = [one for one in everyone if one.num_pending == 1 and one.index not in spare]
-        others = [one for one in everyone if one.num_pending > 1 or one.index in spare]
+        decoding = [one for one in everyone if one.decodes and one.index not in spare]
+        others = [
+            one for one in everyone if one.index in spare or (one.num_due and not one.decodes)
+        ]
         room = max_batch_tokens - len(decoding)  # maximum number of other tokens
         if not others or room < len(others):
             return everyone, plain
@@ -91,6 +102,7 @@ class StepPacing:
             tokens = min(room, _FIRST_TOKENS) if decoding else room
             return everyone, StepLimit(len(decoding) + tokens, {}, spare)
         seconds = _ALONE if is_alone else self._seconds_for_others(decoding)
+        seconds -= sum(map(self._scoring_seconds, others))
         limit = self._limit_of(others, seconds, room, len(decoding))
         return everyone, limit._replace(spare=spare)
 
@@ -114,10 +126,18 @@ class StepPacing:
 
     def _token_seconds(self, sequence: Sequence) -> float:
         """Return the predicted seconds that a sequence's next token adds to a step."""
+        probe = sequence.spans.probe
+        if probe is not None:
+            return probe.layer_share * self._cost.prompt_token(probe.position)
         position = sequence.num_computed_tokens
-        if sequence.num_pending == 1:
+        if sequence.decodes:
             return self._cost.decoded_token(position)
         return self._cost.prompt_token(position)
+
+    def _scoring_seconds(self, sequence: Sequence) -> float:
+        """Return the predicted seconds of a sequence's scoring pass without its tokens."""
+        probe = sequence.spans.probe
+        return 0.0 if probe is None else probe.layer_share * self._cost.decode_seconds(StepShape())
 
     def _seconds_for_others(self, decoding: list[Sequence]) -> float:
         """Return the seconds of a step that decoding leaves for prompts and the background."""

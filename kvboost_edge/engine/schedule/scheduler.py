@@ -53,14 +53,15 @@ class StepPlan:
         copies: blocks to copy before the forward pass.
         copied_for: sequences that own the copies. They depend on the pass even if it computes none
             of their tokens.
-        preparing: sequences for which a feature computes something before the forward pass.
+        preparing: sequence for which a feature computes something before the forward pass, and the
+            maximum number of tokens of this work. None if there is no such sequence.
         failed: sequences that failed during planning, with their errors.
     """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
     copies: list[CopyOp] = dataclasses.field(default_factory=list)
     copied_for: list[Sequence] = dataclasses.field(default_factory=list)
-    preparing: list[Sequence] = dataclasses.field(default_factory=list)
+    preparing: tuple[Sequence, int] | None = None
     failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
 
     @property
@@ -191,18 +192,24 @@ class Scheduler:
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
             self._admit(plan)
-        members, limit = self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
+        scored = self._next_to_score()
+        running = [one for one in self.running if one is scored or not one.prepares]
+        num_others = len(self.waiting) + len(self.running) - len(running)
+        members, limit = self.pacing.limit(running, num_others, self.max_batch_tokens)
         wanted = self._share(members, limit)
         for sequence in members:
             if count := wanted.get(sequence.index, 0):
                 wanted[sequence.index] = sequence.whole_groups(count)
+        num_scored = 0 if scored is None else wanted.pop(scored.index, 0)
         self._reserve(wanted, plan)
-        budget = max(0, self.max_batch_tokens - sum(wanted.values()))
+        budget = max(0, self.max_batch_tokens - sum(wanted.values()) - num_scored)
         reserve = functools.partial(self._reserve_spare, plan)
         # Draft tokens of background sequences would take time from the others.
         drafting = [one for one in self.running if one.index not in limit.spare]
         self.speculation.draft(drafting, wanted, budget, reserve)
-        plan.preparing = [one for one in self.running if one.prepares]
+        if scored is not None and num_scored and scored.prepares:  # it was not preempted
+            plan.preparing = scored, num_scored
+            self._fairness.charge_scoring(scored, num_scored)
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
@@ -210,6 +217,19 @@ class Scheduler:
                     plan.work.append(one)
                     self._fairness.charge(one)
         return plan
+
+    def _next_to_score(self) -> Sequence | None:
+        """Return the sequence whose reused spans the next step scores, or None.
+
+        A step scores only one, because each scoring pass reads the weights once more.
+        """
+        able = [one for one in self.running if one.is_ready or one.prepares]
+        is_idle = all(one.is_background for one in able)
+        found = [one for one in able if one.prepares and (is_idle or not one.needs_idle)]
+        if len(found) > 1 and self._fairness.is_shared:
+            urgent = [one for one in found if one.priority == found[0].priority]
+            return next(self._fairness.in_turn(urgent, ()))
+        return found[0] if found else None
 
     # Admission.
 

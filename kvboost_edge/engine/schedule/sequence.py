@@ -144,16 +144,30 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens - self.spans.num_ahead
 
     @property
+    def num_due(self) -> int:
+        """Number of tokens left to score while the sequence prepares, otherwise `num_pending`."""
+        probe = self.spans.probe
+        return self.num_pending if probe is None else probe.num_left
+
+    @property
+    def decodes(self) -> bool:
+        """True if the sequence lacks one token, so that its next step samples another."""
+        return self.num_pending == 1 and not self.prepares
+
+    @property
     def uses_cache(self) -> bool:
         return self.request.uses_cache
 
     @property
     def most_at_once(self) -> int:
-        """Maximum number of tokens per step, limited further if each token needs logits."""
+        """Maximum number of tokens per step, limited further if each token needs logits.
+
+        They are tokens to score while the sequence prepares.
+        """
         wants_logprobs = (
             self.request.params.prompt_logprobs is not None and self.logits_from is not None
         )
-        return min(self.num_pending, _MAX_LOGPROB_ROWS) if wants_logprobs else self.num_pending
+        return min(self.num_due, _MAX_LOGPROB_ROWS) if wants_logprobs else self.num_due
 
     @property
     def logits_from(self) -> int | None:
