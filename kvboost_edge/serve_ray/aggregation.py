@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,8 @@ from kvboost_edge.serve_ray.messages import ReplicaFigures
 
 __all__ = ["summed_cache", "summed_paged"]
 
-_SAME = ("block_size", "bytes_per_block")  # equal in all replicas
-_COUNTS = ("state_snapshots", "step_counts")  # dictionaries of counts
+_SAME = ("block_size", "bytes_per_block", "draft_vocabulary", "max_draft_tokens")  # settings
+_COUNTS = ("state_snapshots", "step_counts", "drafts")  # dictionaries of counts
 _SIZES = ("blocks", "bytes", "max_bytes")  # of the content of a store
 _CACHE_SIZES = ("chunks", "memory_mb", "budget_mb")  # the same in `cache_stats`
 _ONE_WRITER = ("disk",)  # Of the replicas that share a store, only its owner writes.
@@ -19,8 +20,9 @@ _ONE_WRITER = ("disk",)  # Of the replicas that share a store, only its owner wr
 def summed_paged(figures: Sequence[ReplicaFigures]) -> dict[str, Any]:
     """Aggregate the `paged_stats` of several replicas.
 
-    Counts are summed, ratios are recomputed, and other values are those of the first replica. The
-    sizes of a tier that several replicas share count once.
+    Counts are summed, ratios are recomputed, and `draft_failed` is true if it is true in any
+    replica. Other values are those of the first replica. The sizes of a tier that several replicas
+    share count once.
     """
     stats = [one.paged for one in figures]
     summed: dict[str, Any] = dict(stats[0])
@@ -28,7 +30,8 @@ def summed_paged(figures: Sequence[ReplicaFigures]) -> dict[str, Any]:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
             summed[name] = sum(one[name] for one in stats)
     for name in _COUNTS:
-        summed[name] = {key: sum(one[name].get(key, 0) for one in stats) for key in summed[name]}
+        summed[name] = _summed([one[name] for one in stats])
+    summed["draft_failed"] = any(one["draft_failed"] for one in stats)
     summed["cache_utilization"] = summed["occupied_blocks"] / summed["num_blocks"]
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
@@ -65,6 +68,17 @@ def summed_cache(figures: Sequence[ReplicaFigures]) -> dict[str, float]:
         looked_up = summed["cache_hits"] + summed["approximate_hits"] + summed["cache_misses"]
         summed[name] = sum(summed[kind] for kind in kinds) / looked_up if looked_up else 0.0
     return summed
+
+
+def _summed(counts: Sequence[Any]) -> Any:
+    """Add numbers, lists of them, or dictionaries of either. Missing elements count as 0."""
+    first = counts[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for one in counts for key in one)
+        return {key: _summed([one[key] for one in counts if key in one]) for key in keys}
+    if isinstance(first, Sequence):
+        return [sum(values) for values in itertools.zip_longest(*counts, fillvalue=0)]
+    return sum(counts)
 
 
 def _summed_tier(name: str, stats: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def replica(used, **snapshots):
         "cache_utilization": (used + 3) / 10,
         "state_snapshots": snapshots,
         "step_counts": {"0.1": used, "+Inf": used + 1},
+        "drafts": {},
+        "draft_failed": False,
         "tiers": {},
     }
 
@@ -113,3 +115,42 @@ def test_the_problem_of_a_directory_without_a_writer_is_reported():
     )
     summed = summed_paged(found)["tiers"]["disk"]
     assert (summed["writable"], summed["state"]) == (True, "it cannot be written")
+
+
+def drafts(num_drafts, *accepted):
+    return {
+        "num_drafts": num_drafts,
+        "drafted_tokens": 4 * num_drafts,
+        "accepted_by_position": list(accepted),
+    }
+
+
+def test_draft_counts_are_summed_and_settings_are_not():
+    first = {"drafts": {"lookup": drafts(1, 1), "mtp": drafts(2, 2, 1)}, "draft_failed": False}
+    second = {"drafts": {"lookup": drafts(3, 3, 2, 1)}, "draft_failed": True}
+    settings = {"max_draft_tokens": 8, "draft_vocabulary": 1000}
+    summed = summed_paged(
+        figures({**replica(1), **first, **settings}, {**replica(1), **second, **settings})
+    )
+    assert summed["drafts"] == {"lookup": drafts(4, 4, 2, 1), "mtp": drafts(2, 2, 1)}
+    assert summed["draft_failed"] is True
+    assert {name: summed[name] for name in settings} == settings
+
+
+def test_every_count_of_an_engine_is_summed(alone):
+    """The values that are equal in the sum are settings, texts and ratios."""
+    alone.generate("One two one two one two", max_new_tokens=4)
+    one = alone.paged_stats()
+    both = summed_paged(figures(one, one))
+    numbers = {
+        name: value
+        for name, value in one.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value
+    }
+    assert {name for name in numbers if both[name] == numbers[name]} == {
+        "block_size",
+        "bytes_per_block",
+        "cache_utilization",
+        "max_draft_tokens",
+    }
+    assert both["step_counts"]["+Inf"] == 2 * one["step_counts"]["+Inf"]
