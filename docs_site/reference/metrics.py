@@ -22,7 +22,8 @@ _HEAD = """# Metrics
 `GET /metrics` returns these metrics in Prometheus' text format. Names that begin with `vllm:` and
 `llamacpp:` are those of vLLM and llama.cpp, so that their dashboards work. Counters and histograms
 count since the start of the server. [Run the server](../deploy/README.md) has a Grafana dashboard.
-With replicas, metrics of an engine also have the label `replica`.
+With replicas, metrics of an engine also have the label `replica`. The memory of each replica's
+process has the labels `model_name` and `replica`, and that of the server's process has neither.
 """
 _GROUPS = (
     ("kvboost:", "kvboost_edge"),

@@ -332,7 +332,22 @@ class _EngineCollector(Collector):
             return
         cache_dtype = f"kv_bits_{engine.config.kv_cache_bits}"
         yield from _by_replica(
-            (name, self._of_engine(stats, cache_dtype)) for name, stats in read_each
+            (
+                name,
+                itertools.chain(
+                    self._of_engine(stats, cache_dtype), self._of_process(stats) if name else ()
+                ),
+            )
+            for name, stats in read_each
+        )
+
+    def _of_process(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        """Yield the memory of a replica's process; models/exposition.py has the server's own."""
+        yield self._gauge(
+            "kvboost:process_resident_bytes", "Resident memory.", stats["process_rss_bytes"]
+        )
+        yield self._gauge(
+            "kvboost:process_peak_bytes", "Peak resident memory.", stats["process_peak_bytes"]
         )
 
     def _of_engine(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:

@@ -1,5 +1,7 @@
 """Tests of the statistics of several engines that serve one model: sums and values per engine."""
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
@@ -56,6 +58,24 @@ def test_the_queue_size_counts_replicas_that_are_not_ready_at_start(tiny_engine)
     half, pair = (AdmissionQueue(kind(tiny_engine), settings) for kind in (Half, Pair))
     assert (half.max_sequences, half.batch) == (pair.max_sequences, pair.batch)
     assert half.batch == 2 * tiny_engine.paged_stats()["max_num_seqs"]
+
+
+async def test_metrics_have_the_memory_of_each_process(tiny_engine, tiny_app):
+    names = {"kvboost:process_resident_bytes", "kvboost:process_peak_bytes"}
+    replicated = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
+    async with app_client(replicated) as client:
+        both = (await client.get("/metrics")).text
+    alone = (await tiny_app.get("/metrics")).text
+    for text, replicas in ((both, "ab"), (alone, "")):
+        found = {
+            (one.name, *sorted(one.labels.items())): one.value
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+            if one.name in names
+        }
+        of_replicas = [(("model_name", "tiny"), ("replica", replica)) for replica in replicas]
+        assert set(found) == {(name, *labels) for name in names for labels in [(), *of_replicas]}
+        assert min(found.values()) > 1e6
 
 
 async def test_a_single_engine_has_no_replicas(tiny_app):
