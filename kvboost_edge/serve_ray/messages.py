@@ -12,7 +12,7 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.cache_records import EventBatch, ReplicaReport
 
@@ -38,23 +38,33 @@ class Failure(NamedTuple):
         kind: Name of the error's class.
         message: Message of the error; "" if its class is not of this package.
         has_died: True if the replica's engine has died, so another replica may succeed.
+        option: The attribute of a RequestError.
     """
 
     kind: str
     message: str
     has_died: bool = False
+    option: str | None = None
 
     def as_error(self) -> Exception:
         """Return the error; those of other packages become a RuntimeError without a message."""
         # The message of another package may quote the client's text.
         kind = _KINDS.get(self.kind)
-        return RuntimeError(f"{self.kind} in a replica") if kind is None else kind(self.message)
+        if kind is None:
+            return RuntimeError(f"{self.kind} in a replica")
+        error: Exception = kind(self.message)
+        if isinstance(error, RequestError):
+            error.option = self.option
+        return error
 
 
 def failure_of(error: Exception, is_alive: bool = True) -> Failure:
     """Convert an error to a `Failure` for the ingress."""
     return Failure(
-        type(error).__name__, str(error) if isinstance(error, KVBoostError) else "", not is_alive
+        type(error).__name__,
+        str(error) if isinstance(error, KVBoostError) else "",
+        not is_alive,
+        error.option if isinstance(error, RequestError) else None,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import CapacityError
+from kvboost_edge.errors import CapacityError, RequestError
 from kvboost_edge.serve_ray.in_flight import CancelledBeforeStart, Flight, ReplicaLost
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
@@ -133,6 +133,25 @@ def test_a_request_survives_the_end_of_its_replica_until_its_first_token(importe
     with pytest.raises(ReplicaLost):
         started.run().result(timeout=60)
     assert started.asked == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RequestError("too long"), RequestError("too long")),
+        (
+            RequestError("no budget", option="reasoning_budget"),
+            RequestError("no budget", option="reasoning_budget"),
+        ),
+        (CapacityError("the pool is too small"), CapacityError("the pool is too small")),
+        (ValueError("a client's text"), RuntimeError("ValueError in a replica")),
+    ],
+    ids=str,
+)
+def test_an_error_of_a_replica_reaches_the_caller(error, expected):
+    found = failure_of(error).as_error()
+    assert (type(found), str(found)) == (type(expected), str(expected))
+    assert getattr(found, "option", None) == getattr(expected, "option", None)
 
 
 def test_other_errors_of_ray_end_a_request(imported_ray):
