@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from kvboost_edge import __version__
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import Handles, RequestHandle
@@ -181,7 +182,11 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return the metadata that all ingresses receive when this replica starts."""
-        return {"model": self._model, "root": self._engine.cache_root.hex()}
+        return {
+            "version": __version__,
+            "model": self._model,
+            "root": self._engine.cache_root.hex(),
+        }
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return this replica's load, for other routers and Ray's dashboard."""

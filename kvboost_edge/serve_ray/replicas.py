@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvboost_edge import __version__
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.in_flight import Stream, is_loss
 from kvboost_edge.serve_ray.messages import (
@@ -57,7 +58,7 @@ class Replicas:
     Attributes:
         about: Description of a replica that is or was usable; set by `open`.
         router: Chooses the replica of a request.
-        usable: Names of replicas that have the ingress's model and the same settings.
+        usable: Names of replicas that have the ingress's version and model, and the same settings.
         is_open: False after `close`.
     """
 
@@ -152,6 +153,12 @@ class Replicas:
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
         """Return why a replica cannot join the others, or None."""
+        version = about.get("version")
+        if version != __version__:  # Messages of another version may have other fields.
+            return (
+                f"replica {name} runs kvboost-edge {version}, but the server runs {__version__}; "
+                "install the same version on all machines"
+            )
         # The first accepted replica determines the settings.
         model = str(about.get("model"))
         root = str(about.get("root"))

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from helpers.server.live_servers import wait_until
+from kvboost_edge import __version__
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.serve_ray import pool, replicas
@@ -20,7 +21,7 @@ from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 from kvboost_edge.serve_ray.watch.health_checks import HealthChecks
 from kvboost_edge.server.api_errors import NoReplica
 
-ABOUT = {"model": "m", "root": b"r".hex()}
+ABOUT = {"version": __version__, "model": "m", "root": b"r".hex()}
 NEVER = 600.0  # seconds: longer than any test
 
 

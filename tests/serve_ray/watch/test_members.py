@@ -1,16 +1,18 @@
 """The usable replicas while old ones stop and new ones start, without Ray."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
+from kvboost_edge import __version__
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.watch.members import tell_members, usable_members, watch_members
 
-OLD = {"model": "m", "root": "old"}
-NEW = {"model": "m", "root": "new"}
-OTHER = {"model": "x", "root": "new"}
+OLD = {"version": __version__, "model": "m", "root": "old"}
+NEW = {"version": __version__, "model": "m", "root": "new"}
+OTHER = {"version": __version__, "model": "x", "root": "new"}
 
 
 @pytest.fixture
@@ -42,6 +44,18 @@ def test_a_server_waits_while_replicas_of_another_version_exist(replicas):
         replicas.open(60, lambda: looks.append(None) or len(looks) == 3)
     with pytest.raises(BackendUnavailable, match=r"within 0\.1 seconds"):
         replicas.open(0.1, lambda: False)
+
+
+@pytest.mark.parametrize("version", [{"version": "0.9.0"}, {}], ids=["older", "unnamed"])
+def test_replicas_of_another_package_version_are_refused(replicas, version):
+    other = {"model": "m", "root": "old", **version}
+    assert replicas.members_changed({"a": other, "b": OLD}) == {"b"}
+    assert replicas.members_changed({"a": other}) == frozenset()
+    found = (
+        f"replica a runs kvboost-edge {version.get('version')}, but the server runs {__version__}; "
+    )
+    with pytest.raises(ConfigError, match=re.escape(found)):
+        replicas.open(60)
 
 
 def test_a_closed_pool_starts_no_work(replicas):
