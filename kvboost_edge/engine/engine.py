@@ -244,7 +244,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self._builder = RequestBuilder(
             parts, config, self._core.check_open, self._core.answers, features
         )
-        self._calls = Calls(self._core)
+        self._calls = Calls(self._core, self._builder)
         self._embedding = Embedding(parts, self._builder, self._calls)
         self._documents = Documents(parts, config, self._builder, self._core)
         self._gate = QualityGate(

@@ -16,6 +16,7 @@ _POOL = "kvcache/table_spans.py"
 _PLAN = "reuse/span_plan.py"
 _PROBE = "reuse/deviation_scoring.py"
 _SHARING = "tests/engine/test_reuse.py"
+_WARMING = "tests/engine/tasks/test_documents.py"
 _SCORING = "tests/engine/schedule/test_scoring_pace.py"
 
 FAULTS = faults(
@@ -189,5 +190,26 @@ FAULTS = faults(
         "            self._fairness.charge_scoring(scored, num_scored)\n",
         "",
         _SCORING,
+    ),
+    (
+        "queues all documents of a warm call at once",
+        "engine/tasks/documents.py",
+        "self._window = 2 * parts.max_num_seqs",
+        "self._window = 1 << 30",
+        _WARMING,
+    ),
+    (
+        "puts inputs that are submitted later before requests that came first",
+        "engine/tasks/blocking_calls.py",
+        "submitted.append(self._builder.renumbered(request))",
+        "submitted.append(request)",
+        _WARMING,
+    ),
+    (
+        "counts a warm call as one sequence",
+        "server/api/routes/cache.py",
+        "places = min(_num_chunks(engine.config, body, estimates), state.admission.batch)",
+        "places = 1",
+        "tests/server/api/test_warm_documents.py",
     ),
 )

@@ -13,6 +13,7 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle, wait_for_all
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.errors import KVBoostError
 
@@ -22,8 +23,9 @@ __all__ = ["Calls"]
 class Calls:
     """Blocking calls of one engine. Safe to use from any thread except the engine thread."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, builder: RequestBuilder) -> None:
         self._core = core
+        self._builder = builder
 
     def run(
         self, requests: Sequence[Request], submit: Callable[[Request], RequestHandle] | None = None
@@ -36,6 +38,48 @@ class Calls:
         """
         with self.cancelling(requests):
             return wait_for_all([(submit or self._core.submit)(request) for request in requests])
+
+    def run_in_turn(
+        self, requests: Sequence[Request], handles: list[RequestHandle], window: int
+    ) -> None:
+        """Compute requests that generate nothing, a few at a time.
+
+        After a request that failed, was cancelled or timed out, no further ones are submitted. The
+        first error is raised after all submitted requests are done.
+
+        Args:
+            requests: The requests.
+            handles: List that receives the requests' handles.
+            window: Number of requests submitted at a time, see `rows`.
+        """
+        submitted: list[Request] = []
+        queued: collections.deque[RequestHandle] = collections.deque()
+        left = iter(requests)
+        failure: Exception | None = None
+        with self.cancelling(submitted):
+            while True:
+                for request in itertools.islice(left, window - len(queued)):
+                    queued.append(self._core.submit(self._arriving(request, submitted)))
+                    handles.append(queued[-1])
+                if not queued:
+                    break
+                try:
+                    is_whole = queued.popleft().result().finish_reason == "length"
+                except Exception as error:
+                    failure = failure or error
+                    is_whole = False
+                if not is_whole:
+                    left = iter(())
+        if failure is not None:
+            raise failure
+
+    def _arriving(self, request: Request, submitted: list[Request]) -> Request:
+        """Return a request with a new index, and add it to the submitted ones.
+
+        The index puts it after requests of others that came while it was not submitted.
+        """
+        submitted.append(self._builder.renumbered(request))
+        return submitted[-1]
 
     def logits(self, request: Request) -> tuple[GenerationResult, Floats]:
         """Return the result and the logits, float32 [num_tokens - logits_start, vocab_size]."""
@@ -58,12 +102,13 @@ class Calls:
         Raises:
             KVBoostError: A request ended before it was computed.
         """
-        with self.cancelling(requests):
+        submitted: list[Request] = []
+        with self.cancelling(submitted):
             queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
             left = iter(requests)
             for _ in requests:
                 for request in itertools.islice(left, window - len(queued)):
-                    queued.append(self._core.submit_logits(request))
+                    queued.append(self._core.submit_logits(self._arriving(request, submitted)))
                     handles.append(queued[-1][0])
                 handle, rows = queued.popleft()
                 reason = handle.result().finish_reason

@@ -67,7 +67,9 @@ class Documents:
         self._config = config
         self._builder = builder
         self._core = core
-        self._calls = Calls(core)
+        self._calls = Calls(core, builder)
+        # One request is always waiting for a free slot, and other requests wait for few of them.
+        self._window = 2 * parts.max_num_seqs
         self._options = chunk_options(config)
 
     def read(
@@ -255,16 +257,10 @@ class Documents:
         for request in requests:
             self._core.scheduler.check_fits(request)
         try:
-            self._calls.run(
-                requests, functools.partial(self._submit, [] if handles is None else handles)
-            )
+            self._calls.run_in_turn(requests, [] if handles is None else handles, self._window)
         finally:
             with contextlib.suppress(KVBoostError):  # the engine may have been closed
                 self.forget(*dict.fromkeys(request.root for request in requests))
-
-    def _submit(self, handles: list[RequestHandle], request: Request) -> RequestHandle:
-        handles.append(self._core.submit(request))
-        return handles[-1]
 
     def forget(self, *roots: bytes) -> None:
         """Drop the unused blocks under these roots, including those of a `LoneRoot`."""

@@ -87,7 +87,7 @@ class QualityGate:
         self._builder = builder
         self._core = core
         self._documents = documents
-        self._calls = Calls(core)
+        self._calls = Calls(core, builder)
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._next_look: dict[Repair, float] = {}

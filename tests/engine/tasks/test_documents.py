@@ -17,8 +17,10 @@ from helpers.engine.fake_runner import (
 )
 from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.handle import Handles
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
 
 
@@ -219,6 +221,53 @@ def test_evicted_documents_can_be_warmed_again():
             )
             engine._parts.manager.check_invariants([])
         assert engine.warm(documents=[text]).chunks_stored == 1
+        assert_clean(engine)
+
+
+@pytest.mark.parametrize("task", ["warm", "rows"])
+def test_a_request_waits_for_few_of_many_inputs(task):
+    """A request that arrives after the inputs is served before most of them."""
+    inputs = [document(number, 64) for number in range(40)]
+    handles = []
+    seen = {}
+    with engine_of(max_num_seqs=2, max_batch_tokens=64, primer_tokens=0) as engine:
+
+        def look(batch):
+            if "request" not in seen:
+                seen["request"] = engine.submit([5, 6, 7], max_new_tokens=1)
+            elif seen["request"].done:
+                seen.setdefault("submitted", len(handles))
+
+        runner_of(engine).on_forward = look
+        if task == "warm":
+            engine.warm(documents=inputs, handles=handles)
+        else:
+            requests = [
+                engine._builder.make(ids, Terms(), SamplingParams(), logits_start=63)
+                for ids in inputs
+            ]
+            assert len(list(engine._calls.rows(requests, handles, 4))) == 40
+        assert len(handles) == 40
+        assert all(handle.result(0).finish_reason == "length" for handle in handles)
+        assert seen["submitted"] < 12
+        assert_clean(engine)
+
+
+@pytest.mark.parametrize("how", ["cancel", "error"])
+def test_no_further_documents_are_computed_after_one_ended_early(how):
+    documents = [document(number, 64) for number in range(40)]
+    handles = Handles()
+    with engine_of(max_num_seqs=2, max_batch_tokens=64, primer_tokens=0) as engine:
+        runner = runner_of(engine)
+        if how == "cancel":
+            runner.on_forward = lambda batch: handles.stop()
+            assert engine.warm(documents=documents, handles=handles).chunks_stored < 8
+        else:
+            runner.nan_for = {documents[3][-1]}
+            with pytest.raises(KVBoostError, match="NaN"):
+                engine.warm(documents=documents, handles=handles)
+        assert len(handles) < 12
+        assert all(handle.done for handle in handles)
         assert_clean(engine)
 
 

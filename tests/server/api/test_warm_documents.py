@@ -127,7 +127,7 @@ async def test_a_disconnect_cancels_its_documents(app):
     task.cancel()
     await asyncio.sleep(0.2)
     admission = app.served.state.kv.first.admission
-    assert (task.done(), admission.sequences) == (False, 1)
+    assert (task.done(), admission.sequences) == (False, 5)
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 20)
@@ -136,6 +136,27 @@ async def test_a_disconnect_cancels_its_documents(app):
     assert app.engine.paged_stats()["used_blocks"] == 0
     runner_of(app.engine).on_forward = None
     assert (await warm(app, documents=[document(1, 40)]))["chunks_stored"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "places"),
+    [
+        ({}, {"documents": [document(number, 40) for number in range(3)]}, 3),
+        ({}, {"documents": [document(number, 40) for number in range(6)]}, 4),
+        ({"chunk_size": 48}, {"documents": [document(1, 100)]}, 3),
+        ({}, {"text": TEXT, "position_offset": 33}, 1),
+    ],
+)
+async def test_warming_takes_a_place_for_each_chunk_up_to_a_batch(options, body, places):
+    taken = []
+    with fake_engine(primer_tokens=32, max_num_seqs=4, **options) as engine:
+        served = create_app(engine, ServerSettings())
+        admission = served.state.kv.first.admission
+        runner_of(engine).on_forward = lambda batch: taken.append(admission.sequences)
+        async with app_client(served) as client:
+            answer = await client.post(WARM, json=body)
+        assert answer.status_code == 200, answer.text
+    assert set(taken) == {places}
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
+from kvboost_edge.config import ChunkStrategy, EngineConfig
 from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.chunking import chunk_options
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import (
     ModelParam,
@@ -188,11 +190,13 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
     priority = check_priority(state, body.priority)
     documents = body.documents
     texts = [body.text or ""] if documents is None else documents
-    estimate = sum(estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts)
+    estimates = [estimate_tokens(text) if isinstance(text, str) else len(text) for text in texts]
     before = (
         engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
     )
-    async with state.admit(request, estimate + before) as admission:
+    # The engine queues only part of the chunks at a time, so one batch of places is enough.
+    places = min(_num_chunks(engine.config, body, estimates), state.admission.batch)
+    async with state.admit(request, sum(estimates) + before, places) as admission:
         handles = Handles()
         whose = {
             "tenant": admission.tenant,
@@ -217,6 +221,14 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
         stored = await to_its_end(compute, sum(map(len, texts)), handles)
         results = await wait_all(admission, handles)
     return _warmed(stored, results, costs(results, 1, 0.0) if results else None)
+
+
+def _num_chunks(config: EngineConfig, body: WarmRequest, estimates: Sequence[int]) -> int:
+    """Return the approximate number of chunks that texts of these token counts are split into."""
+    options = chunk_options(config)
+    if body.documents is None or options.strategy == ChunkStrategy.DOCUMENT:
+        return len(estimates)
+    return sum(max(1, -(-tokens // options.chunk_size)) for tokens in estimates)
 
 
 def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spent | None) -> Warmed:
