@@ -33,6 +33,7 @@ __all__ = ["MOST_LEVELS", "Level", "Residency"]
 
 _TOLD = math.inf  # Reported content does not expire.
 MOST_LEVELS = 32
+_ROOM = 4  # The map keeps one more bit of keys if it could hold four times its entries.
 
 
 class Level(NamedTuple):
@@ -54,14 +55,16 @@ class _Known:
         until: Expiry of each key that the replica is believed to hold.
         cursor: Last batch that was applied or seen.
         is_synced: True if no batch is missing.
+        is_complete: False if keys that were not kept must be reported again.
     """
 
-    __slots__ = ("cursor", "is_synced", "until")
+    __slots__ = ("cursor", "is_complete", "is_synced", "until")
 
     def __init__(self) -> None:
         self.until: dict[int, float] = {}
         self.cursor = NOTHING_KNOWN
         self.is_synced = False
+        self.is_complete = True
 
 
 class _Expiry(NamedTuple):
@@ -88,7 +91,8 @@ class Residency:
             keys end with one more zero bit. That is half of the blocks, the same ones for all
             replicas, and the others are dropped gradually. Matches become less precise, but no
             prefix is forgotten. Keys of states end with 8 zero bits, so states are dropped only
-            after 255 of 256 blocks.
+            after 255 of 256 blocks. Below a quarter of this number, it keeps twice as many blocks
+            again, and asks all replicas for their content.
         believed_seconds: Lifetime of a belief that the replica has not reported.
     """
 
@@ -102,7 +106,10 @@ class Residency:
         self._holders: dict[int, int] = {}
         self._known: dict[int, _Known] = {}
         self._expiries: deque[_Expiry] = deque()  # ordered, because all lifetimes are equal
-        self._coarse = 0  # Keys with any of these bits are dropped.
+        self._coarse = 0  # Keys with any of these bits are not looked up.
+        # Keys with any of these bits are dropped. It has one bit less than `_coarse` until all
+        # replicas have reported their content again.
+        self._dropped = 0
         self._unswept: list[int] = []  # slots that may still hold such keys
         self.num_entries = 0
 
@@ -121,9 +128,9 @@ class Residency:
         del self._known[slot]
 
     def cursor(self, slot: int) -> Cursor:
-        """Return the position from which to poll events; NOTHING_KNOWN if batches are missing."""
+        """Return the position from which to poll events; NOTHING_KNOWN if content is missing."""
         known = self._known[slot]
-        return known.cursor if known.is_synced else NOTHING_KNOWN
+        return known.cursor if known.is_synced and known.is_complete else NOTHING_KNOWN
 
     def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
         """Apply a batch; return False if earlier batches are missing. Old batches are ignored."""
@@ -140,7 +147,7 @@ class Residency:
             self._doubt(slot, now)
         known.cursor = Cursor(batch.epoch, batch.serial)
         if batch.is_whole:
-            known.is_synced = True
+            known.is_synced = known.is_complete = True
             told = _keys(batch.published)
             self._drop(slot, known.until.keys() - told)
             self._hold(slot, told, _TOLD)
@@ -263,7 +270,7 @@ class Residency:
         return found[::-1]
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
-        """Return the indices of the keys that the map keeps."""
+        """Return the indices of the keys that are looked up."""
         return (
             range(len(keys))
             if not self._coarse
@@ -306,8 +313,8 @@ class Residency:
         assert self.num_entries == sum(len(known.until) for known in self._known.values())
 
     def _kept(self, keys: Iterable[int]) -> Iterator[int]:
-        coarse = self._coarse
-        return (key for key in keys if not key & coarse)
+        dropped = self._dropped
+        return (key for key in keys if not key & dropped)
 
     def _hold(self, slot: int, keys: Iterable[int], until: float) -> None:
         bit = 1 << slot
@@ -340,14 +347,23 @@ class Residency:
         self._known[slot] = _Known()
 
     def _bound(self) -> None:
-        """Shrink the map towards `max_entries`, one slot per call."""
+        """Shrink the map towards `max_entries`, one slot per call, or let it grow again."""
         if self._unswept:
             slot = self._unswept.pop()
             if slot in self._known:
-                self._drop(slot, [key for key in self._known[slot].until if key & self._coarse])
+                self._drop(slot, [key for key in self._known[slot].until if key & self._dropped])
         elif self.num_entries > self._max_entries:
-            self._coarse = 2 * self._coarse + 1
+            if self._dropped == self._coarse:
+                self._coarse = 2 * self._coarse + 1
+            self._dropped = self._coarse
             self._unswept = list(self._known)
+        elif self._dropped != self._coarse:
+            if all(known.is_complete for known in self._known.values()):
+                self._coarse = self._dropped
+        elif self._coarse and _ROOM * self.num_entries < self._max_entries:
+            self._dropped = self._coarse >> 1
+            for known in self._known.values():
+                known.is_complete = False
 
 
 def _keys(data: bytes) -> list[int]:

@@ -139,7 +139,7 @@ class PrefixRouter:
         self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
-        """Return a replica's position for `Journal.since`; NOTHING_KNOWN if batches are missing."""
+        """Return a replica's position for `Journal.since`; NOTHING_KNOWN if content is missing."""
         return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:

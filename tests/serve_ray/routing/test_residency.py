@@ -138,7 +138,7 @@ class Replicas(RuleBasedStateMachine):
             return
         self.map.check()
         for slot in range(3):
-            if self.map.cursor(slot) == NOTHING_KNOWN:
+            if not self.map._known[slot].is_synced:
                 assert not any(self.map.keys_of(slot).values()), (
                     "after a gap, no block may count as reported"
                 )
@@ -272,6 +272,61 @@ def test_a_prefix_is_found_in_a_sampled_map():
     assert found[0].holders == 0b11
     assert 1800 <= found[-1].num_blocks <= 2000
     assert found[-1].holders == 0b10
+
+
+def test_a_map_with_room_again_is_precise_again():
+    """Until all replicas have reported their content again, the lookup finds what it found."""
+    keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 1001)]
+    known = Residency(1000, SECONDS)
+    contents = [keys, keys[:63]]
+    for slot, content in enumerate(contents):
+        known.open(slot)
+        known.apply(slot, batch_of(0, content), 0.0)
+    for _ in range(20):
+        known.believe(0, (), 0, 0.0)
+    assert known.cursor(0) == (1, 0)
+    assert len(known.keys_of(1)) < 63
+    # The first replica keeps only the beginning, so the map has room.
+    contents[0] = keys[:127]
+    assert known.apply(0, batch_of(1, [], keys[127:]), 1.0)
+    coarse = known.levels(keys[:200])
+    assert coarse[0].num_blocks < 63
+    assert [one.holders for one in coarse] == [0b11, 0b01]
+    serial = 1
+    while known.cursor(0) == NOTHING_KNOWN:
+        serial += 1
+        for slot, content in enumerate(contents):
+            assert known.cursor(slot) == NOTHING_KNOWN
+            assert [one.holders for one in known.levels(keys[:200])] == [0b11, 0b01]
+            assert known.apply(slot, batch_of(serial, content, is_whole=True), 1.0)
+        for slot in range(2):
+            known.believe(slot, (), 0, 1.0)
+    assert known.levels(keys[:200]) == [Level(63, 0b11), Level(127, 0b01)]
+    assert known.keys_of(1) == dict.fromkeys(keys[:63], True)
+    known.check()
+    # An evicted block counts as before.
+    assert known.apply(0, batch_of(serial + 1, [], keys[100:127]), 1.0)
+    assert known.levels(keys[:200]) == [Level(63, 0b11), Level(100, 0b01)]
+
+
+def test_a_map_without_room_after_all_drops_the_blocks_again():
+    keys = [(key * 0x9E3779B97F4A7C15) % 2**64 for key in range(1, 1001)]
+    known = Residency(600, SECONDS)
+    known.open(0)
+    known.apply(0, batch_of(0, keys), 0.0)
+    known.believe(0, (), 0, 0.0)
+    known.believe(0, (), 0, 0.0)
+    before = known.keys_of(0)
+    assert len(before) <= 600
+    known.apply(0, batch_of(1, [], keys[10:]), 0.0)
+    assert known.cursor(0) == NOTHING_KNOWN
+    known.apply(0, batch_of(2, keys, is_whole=True), 0.0)
+    for _ in range(4):
+        known.believe(0, (), 0, 0.0)
+    assert known.keys_of(0) == before
+    assert known.num_entries == len(before)
+    assert known.cursor(0) == (1, 2)
+    known.check()
 
 
 @pytest.mark.parametrize(
