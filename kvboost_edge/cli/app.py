@@ -815,8 +815,9 @@ def evaluate(
             "--window",
             metavar="TOKENS",
             help="Number of tokens in a window. Predictions use only earlier tokens of the "
-            "same window as context. Default: 512, or the model's context length if "
-            "shorter.",
+            "same window as context. Each window begins with the special tokens that the "
+            "tokenizer adds before a text, such as BOS. Default: 512, or the model's context "
+            "length if shorter.",
         ),
     ] = None,
     arithmetic: Annotated[

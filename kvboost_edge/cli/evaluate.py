@@ -51,18 +51,28 @@ def run_eval(
     with loaded_engine(model, options, notes) as engine:
         ids = engine.tokenizer.encode(text)
         size = min(512, engine.runner_info.max_context) if window is None else window
+        num_leading = len(engine.tokenizer.leading_ids)
         scores: list[tuple[str, TextScore]] = []
         if not others:
             with _bar(notes, "scoring") as progress:
-                scores.append(("", score_text(engine, ids, window=size, progress=progress)))
+                score = score_text(
+                    engine, ids, window=size, num_leading=num_leading, progress=progress
+                )
+                scores.append(("", score))
         for name, changed in others:
             with (
                 loaded_engine(model, changed, notes) as other,
                 _bar(notes, f"against {name}") as progress,
             ):
-                scores.append(
-                    (name, score_text(engine, ids, window=size, against=other, progress=progress))
+                score = score_text(
+                    engine,
+                    ids,
+                    window=size,
+                    num_leading=num_leading,
+                    against=other,
+                    progress=progress,
                 )
+                scores.append((name, score))
         form = f"{engine.runner_info.dtype} weights"
     if as_json:
         print(

@@ -46,7 +46,7 @@ class TextScore:
     Attributes:
         tokens: number of tokens in the text.
         scored_tokens: number of tokens that were predicted. Each prediction sees at least half a
-            window of earlier tokens where the text has that many.
+            window of earlier tokens of the text, or all if there are fewer.
         window: window size in tokens.
         perplexity: exp(mean negative log-likelihood) of the scored tokens.
         difference: comparison with a second engine, or None.
@@ -64,31 +64,35 @@ def score_text(
     token_ids: Sequence[int],
     *,
     window: int = 512,
+    num_leading: int = 0,
     against: CPUPagedEngine | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
     """Compute the perplexity of a text with a sliding window.
 
-    The window moves by half its size. Each token after the first is scored once.
+    The window moves by half its size. Each token after the first and after the leading ones is
+    scored once.
 
     Args:
         window: window size in tokens.
+        num_leading: number of leading special tokens of the text, such as BOS. Each window begins
+            with them, because many models predict badly without them.
         against: second engine to compare with.
         progress: called with (tokens scored, tokens to score).
 
     Raises:
-        RequestError: the text has fewer than two tokens, `window` is out of range, or the
+        RequestError: the text has no token to score, `window` is out of range, or the
             vocabularies differ.
     """
-    _check(engine, token_ids, window, against)
-    total = len(token_ids) - 1
+    _check(engine, token_ids, window, num_leading, against)
+    total = len(token_ids) - max(1, num_leading)
     nll = 0.0
     other_nll = 0.0
     kl_sum = 0.0
     kl_max = 0.0
     agreed = 0
     done = 0
-    for ids, start in _pieces(token_ids, window):
+    for ids, start in _pieces(token_ids, window, num_leading):
         rows = engine.logits(ids[:-1], start)
         others = None if against is None else against.logits(ids[:-1], start)
         for i, row in enumerate(rows):
@@ -111,7 +115,9 @@ def score_text(
     return TextScore(len(token_ids), done, window, math.exp(nll / done), difference)
 
 
-def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], int]]:
+def _pieces(
+    token_ids: Sequence[int], window: int, num_leading: int
+) -> Iterator[tuple[list[int], int]]:
     """Split the windows into pieces of at most `_ROWS` scored tokens.
 
     The pieces of a window share a prefix, which the engine caches.
@@ -120,28 +126,37 @@ def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], 
         The piece's tokens from the start of its window, and the index of the first logits row to
             score. Row i predicts token i + 1.
     """
-    first = 0
-    scored = 1
+    lead = list(token_ids[:num_leading])
+    room = window - num_leading
+    first = num_leading
+    scored = max(1, num_leading)
     while scored < len(token_ids):
-        stop = min(first + window, len(token_ids))
+        stop = min(first + room, len(token_ids))
         while scored < stop:
             piece = min(scored + _ROWS, stop)
-            yield list(token_ids[first:piece]), scored - 1 - first
+            yield lead + list(token_ids[first:piece]), num_leading + scored - 1 - first
             scored = piece
-        first = stop - window // 2
+        first = stop - room // 2
 
 
 def _check(
-    engine: CPUPagedEngine, token_ids: Sequence[int], window: int, against: CPUPagedEngine | None
+    engine: CPUPagedEngine,
+    token_ids: Sequence[int],
+    window: int,
+    num_leading: int,
+    against: CPUPagedEngine | None,
 ) -> None:
-    if len(token_ids) < 2:
+    least = max(2, num_leading + 1)
+    if len(token_ids) < least:
         raise RequestError(
-            f"the text has {len(token_ids)} tokens; give at least 2, because the first is not "
-            "scored"
+            f"the text has {len(token_ids)} tokens; give at least {least}, because the first is "
+            "not scored"
         )
     longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
-    if not 4 <= window <= longest:
-        raise RequestError(f"window={window} must be in 4..{longest}, the model's context")
+    if not 4 + num_leading <= window <= longest:
+        raise RequestError(
+            f"window={window} must be in {4 + num_leading}..{longest}, the model's context"
+        )
     if against is not None and against.runner_info.vocab_size != engine.runner_info.vocab_size:
         raise RequestError(
             f"vocabularies of {engine.runner_info.vocab_size} and {against.runner_info.vocab_size} "

@@ -189,6 +189,13 @@ class Tokenizer:
         return self.codec.decode(ids, skip_special_tokens)
 
     @functools.cached_property
+    def leading_ids(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds before a text."""
+        bare, whole = (self.encode("a", special) for special in (False, True))
+        starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+        return tuple(whole[: starts[0]]) if starts else ()
+
+    @functools.cached_property
     def turn_format(self) -> TurnFormat:
         """Format of reasoning and tool calls, detected from the chat template.
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from helpers.models.tiny_checkpoints import BOS_ID
 from kvboost_edge.cli.evaluate import parse_against
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
@@ -25,37 +26,59 @@ def log_softmax(logits):
     )
 
 
-def expected_perplexity(engine, ids, window):
+def expected_perplexity(engine, ids, window, num_leading):
     """Return the perplexity from whole windows, with each token taken from the first window that
-    contains it.
+    contains it. Each window begins with the leading tokens.
     """
+    lead, text = ids[:num_leading], ids[num_leading:]
+    room = window - num_leading
     total = 0.0
     first = 0
-    scored = 1
-    while scored < len(ids):
-        piece = ids[first : first + window]
+    count = scored = 0 if lead else 1
+    while scored < len(text):
+        piece = lead + text[first : first + room]
         logs = log_softmax(engine.logits(piece))
-        for at in range(scored - first, len(piece)):
+        for at in range(num_leading + scored - first, len(piece)):
             total -= logs[at - 1, piece[at]]
-        scored = first + len(piece)
-        first = scored - window // 2
-    return math.exp(total / (len(ids) - 1))
+        scored = min(first + room, len(text))
+        first = scored - room // 2
+    return math.exp(total / (len(text) - count))
 
 
-@pytest.mark.parametrize("window", [4, 5, 64, 100, 511])
-@pytest.mark.some(2)
-def test_perplexity_is_computed_over_windows(tiny_engine, window):
+@pytest.mark.parametrize("num_leading", [0, 1, 2])
+@pytest.mark.parametrize("window", [4, 5, 6, 64, 100, 511])
+@pytest.mark.some(4)
+def test_perplexity_is_computed_over_windows(tiny_engine, window, num_leading):
+    window += num_leading if window < 7 else 0
     ids = tiny_engine.tokenizer.encode(TEXT)
     seen = []
     score = score_text(
-        tiny_engine, ids, window=window, progress=lambda done, total: seen.append((done, total))
+        tiny_engine,
+        ids,
+        window=window,
+        num_leading=num_leading,
+        progress=lambda done, total: seen.append((done, total)),
     )
     assert score.perplexity == pytest.approx(
-        expected_perplexity(tiny_engine, ids, window), rel=1e-6
+        expected_perplexity(tiny_engine, ids, window, num_leading), rel=1e-6
     )
-    assert (score.tokens, score.scored_tokens, score.difference) == (len(ids), len(ids) - 1, None)
-    assert seen[-1] == (len(ids) - 1, len(ids) - 1)
+    scored = len(ids) - max(1, num_leading)
+    assert (score.tokens, score.scored_tokens, score.difference) == (len(ids), scored, None)
+    assert seen[-1] == (scored, scored)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_eval_begins_each_window_with_the_leading_special_tokens(
+    tiny_model_dir, tmp_path, answered
+):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT[:150], encoding="utf-8")
+    (score,) = answered("eval", file, "-m", tiny_model_dir, "--window", "64", *SMALL)["scores"]
+    with CPUPagedEngine.from_pretrained(tiny_model_dir, num_blocks=64, num_threads=1) as engine:
+        assert engine.tokenizer.leading_ids == (BOS_ID,)
+        ids = engine.tokenizer.encode(TEXT[:150])
+        expected = expected_perplexity(engine, ids, 64, 1)
+    assert score["perplexity"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_eval_compares_with_another_configuration(tiny_model_dir):
@@ -85,12 +108,18 @@ def test_eval_compares_with_another_configuration(tiny_model_dir):
 
 
 @pytest.mark.parametrize(
-    ("ids", "window", "message"),
-    [([1], 16, "1 tokens"), ([1, 2], 3, "window=3"), ([1, 2], 513, "4..512")],
+    ("ids", "window", "num_leading", "message"),
+    [
+        ([1], 16, 0, "1 tokens"),
+        ([1, 2], 3, 0, "window=3"),
+        ([1, 2], 513, 0, "4..512"),
+        ([1, 2], 16, 2, "2 tokens; give at least 3"),
+        ([1, 2, 3], 5, 2, "window=5 must be in 6..512"),
+    ],
 )
-def test_invalid_texts_and_windows_are_refused(tiny_engine, ids, window, message):
+def test_invalid_texts_and_windows_are_refused(tiny_engine, ids, window, num_leading, message):
     with pytest.raises(RequestError, match=message):
-        score_text(tiny_engine, ids, window=window)
+        score_text(tiny_engine, ids, window=window, num_leading=num_leading)
 
 
 def test_against_takes_several_options_and_pairs():

@@ -188,12 +188,10 @@ class Documents:
         primer = self._primer * -(-missing // len(self._primer))
         return (*header, *primer[len(primer) - missing :], *others)
 
-    @functools.cached_property
+    @property
     def header(self) -> tuple[int, ...]:
         """The special tokens that the tokenizer adds before a text."""
-        bare, whole = (self._parts.tokenizer.encode("a", special) for special in (False, True))
-        starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-        return tuple(whole[: starts[0]]) if starts else ()
+        return self._parts.tokenizer.leading_ids
 
     @functools.cached_property
     def _primer(self) -> tuple[int, ...]:
