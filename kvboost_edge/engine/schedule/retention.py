@@ -207,6 +207,7 @@ def pin_prompt(
             shareable,
             request.root,
             owner=request.tenant,
+            holder=terms.pin_holder,
             until=until,
             share=terms.pin_share,
         )

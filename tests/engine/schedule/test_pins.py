@@ -361,6 +361,9 @@ def test_a_holder_shortens_and_ends_its_own_pin_only(engine):
         terms = Terms(pins=((len(PROMPT), seconds),), pin_holder=holder)
         engine.submit(PROMPT, max_new_tokens=1, terms=terms).result(30)
 
+    whole = Terms(pin=True, ttl=60, pin_holder="one")
+    engine.submit(PROMPT, max_new_tokens=1, terms=whole).result(30)
+    assert engine.unpin(PROMPT, holder="one") == 2
     pins(600.0, "one")
     engine.pin(PROMPT)
     assert engine.unpin(PROMPT, holder="one") == 0
