@@ -304,8 +304,10 @@ class Scheduler:
         computed blocks stay in the cache.
         """
         while (awaited := sequence.awaited_hash) is not None:
-            behind = (one for one in self.running if self._runs_after(one, sequence))
-            other = next((one for one in behind if self.manager.brings(one.blocks, awaited)), None)
+            less_urgent = (one for one in self.running if self._runs_after(one, sequence))
+            other = next(
+                (one for one in less_urgent if self.manager.brings(one.blocks, awaited)), None
+            )
             if other is None:
                 return False
             self._preempt(other)

@@ -24,7 +24,7 @@ _TOKENIZER = "tokenizer.ggml."
 _EMBEDDING = "token_embd.weight"
 # Context from which the global layers of Gemma 3 have linear RoPE scaling.
 _GEMMA3_LONG = 131072
-# Gemma 3's chat format. The files lack a template, because Ollama keeps its own beside them.
+# Gemma 3's chat format. The files lack a template, because Ollama keeps its own next to them.
 _GEMMA3_TEMPLATE = (
     "{{ bos_token }}{% set start = 0 %}{% set system = '' %}"
     "{% if messages and messages[0].role == 'system' %}{% set start = 1 %}"
@@ -63,6 +63,14 @@ class _Layout:
             f"{self._header.path} was converted by Ollama, and {text}; use the GGUF file of this "
             "model from the hub"
         )
+
+    def setting(self, key: str, kind: type) -> Any:
+        """Return the value of a key of the file, or None if it is missing.
+
+        Raises:
+            ModelFormatError: the value has another type.
+        """
+        return self._header.value(key, kind)
 
     def own(self, key: str) -> str:
         """Return the whole name of a key of the architecture."""
@@ -110,7 +118,7 @@ class _Layout:
 
     def set_pre_tokenizer(self, name: str) -> None:
         """Name the pre-tokenizer, which the file lacks or calls "default"."""
-        if self.values.get(f"{_TOKENIZER}pre") in (None, "", "default"):
+        if self.setting(f"{_TOKENIZER}pre", str) in (None, "", "default"):
             self.values[f"{_TOKENIZER}pre"] = name
 
     def cut_vocabulary(self) -> None:
@@ -191,7 +199,7 @@ def _embedding_gemma(layout: _Layout) -> None:
 
 
 def _gemma4(layout: _Layout) -> None:
-    if layout.values.get(f"{_TOKENIZER}model") == "llama":
+    if layout.setting(f"{_TOKENIZER}model", str) == "llama":
         layout.values[f"{_TOKENIZER}model"] = "gemma4"
     layout.drop_tensors("model.vision_tower.")
     layout.rename_tensors(".ffn_gate_inp.per_expert_scale", ".ffn_down_exps.scale")
@@ -237,7 +245,7 @@ def _rename_yarn_betas(layout: _Layout) -> None:
 
 
 def _nemotron_omni(layout: _Layout) -> None:
-    has_experts = bool(layout.values.get(layout.own("expert_count")))
+    has_experts = bool(layout.setting(layout.own("expert_count"), int))
     layout.rename_architecture("nemotron_h_moe" if has_experts else "nemotron_h")
 
 
@@ -251,7 +259,7 @@ def _qwen3_5(layout: _Layout) -> None:
     if not own and reordered is None and not layout.has_parts("v.", "mtp."):
         return
     groups, heads = (
-        layout.values.get(layout.own(key)) for key in ("ssm.group_count", "ssm.time_step_rank")
+        layout.setting(layout.own(key), int) for key in ("ssm.group_count", "ssm.time_step_rank")
     )
     if reordered is not True and groups != heads:
         raise layout.error("its value heads are in the order of an early version")

@@ -3,6 +3,7 @@
 import jinja2
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from helpers.gguf.ollama import OllamaChange, write_ollama_layout
 from helpers.gguf.writer import save_model, write_gguf
@@ -211,6 +212,28 @@ def test_layouts_that_cannot_be_translated_are_refused(family, change, message, 
     ollama = write_ollama_layout(hub, tmp_path / "ollama.gguf", change)
     with pytest.raises(ModelFormatError, match=message):
         Checkpoint.open(ollama)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("gemma4", "tokenizer.ggml.model"),
+        ("mistral3", "tokenizer.ggml.pre"),
+        ("nemotron_h_omni", "nemotron_h_omni.expert_count"),
+        ("qwen35", "qwen35.ssm.group_count"),
+    ],
+)
+def test_keys_of_another_type_are_refused_by_name(family, key, tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", family)
+    writer.add_array(key, [1, 2])
+    for name in ("blk.0.ssm_dt", "v.patch_embed.weight"):
+        writer.add_tensor(name, np.ones(32, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelFormatError, match=f"key '{key}' must be (str|int)"):
+        Checkpoint.open(tmp_path / "m.gguf")
 
 
 def test_the_hubs_layout_does_not_change(tmp_path):
