@@ -300,8 +300,10 @@ class _Units:
                 for other in _bits(others)
             )
         ]
-        if not all(automata[place].is_complete for place in suspects):
-            return [nodes[place] for place in suspects if not automata[place].is_complete]
+        compared = _bits(_union(alive[place] for place in suspects))
+        incomplete = [nodes[place] for place in compared if not automata[place].is_complete]
+        if incomplete:
+            return incomplete
         wrong: dict[Node, None] = {}
         for place in suspects:
             if self._grammar.may_go_on(nodes[place], follow[place]):

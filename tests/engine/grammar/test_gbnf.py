@@ -125,6 +125,16 @@ def test_common_grammars_accept_what_a_slow_matcher_accepts(grammar):
     assert found[TEXTS[grammar][0]]
 
 
+@pytest.mark.parametrize("begin", ["ab", "aa", "bc"])
+def test_a_last_literal_may_be_longer_than_an_automaton(begin):
+    grammar = f'root ::= "a" rest | big\nrest ::= "(" rest ")" | "b"\nbig ::= "{begin}{"c" * 500}"'
+    slow = GbnfMatcher(grammar)
+    texts = Texts(grammar)
+    tried = ["ab", "a(b)", begin, f"{begin}{'c' * 500}", f"{begin}{'c' * 499}", "a((b)"]
+    found = {text: texts.takes(text) for text in tried}
+    assert found == {text: slow.takes(text) for text in tried}
+
+
 def made_grammar(seed):
     choose = random.Random(seed)
     letters = "abé" if seed % 4 == 0 else "abc"
