@@ -129,7 +129,8 @@ class SequenceSpans(SharedSpans):
         self._request = request
         self._found: list[tuple[int, int]] = []
         self._ahead: list[tuple[int, int]] = []  # spans not reached yet, last first
-        self._num_found = 0
+        self._num_recomputed = 0
+        self._num_exact: int | None = None  # cached tokens at the first admission
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
         if self._lost_runs is None:
@@ -146,12 +147,17 @@ class SequenceSpans(SharedSpans):
     def admit(self, table: BlockTable) -> None:
         self._ahead = [(span.start, span.stop) for span in reversed(table.spans)]
         self.num_ahead = sum(stop - start for start, stop in self._ahead)
+        if self._num_exact is None:
+            self._num_exact = table.num_cached_tokens
         shared = self._num_in_prompt(self._ahead)
+        # After a preemption, spans may also cover tokens that were exact before. Each token counts
+        # once.
+        counted = min(shared, self._request.num_prompt_tokens - self._num_exact)
         # One token computed from a span makes the answer approximate, so spans used before a
         # preemption also count.
-        if self.probe is None and shared > self.num_shared:
-            self.num_shared = shared
-            self._num_found = self._num_in_prompt(self._found)
+        if self.probe is None and counted > self.num_shared:
+            self.num_shared = counted
+            self._num_recomputed = self._num_in_prompt(self._found) - shared
 
     def pass_over(self, position: int) -> int:
         while self._ahead and self._ahead[-1][0] == position:
@@ -180,7 +186,7 @@ class SequenceSpans(SharedSpans):
             # A request that reuses no span from another position is exact.
             "mode": self._request.mode if self.num_shared else GenerationMode.PREFIX_CACHE,
             "reused_span_tokens": self.num_shared,
-            "recomputed_tokens": self._num_found - self.num_shared,
+            "recomputed_tokens": self._num_recomputed,
             "gate": self._request.gate if self.num_shared else "",
         }
 

@@ -203,6 +203,30 @@ def test_hit_reused_and_computed_tokens_add_up_to_the_prompt(repair, preempted):
         assert first.prompt_ms == pytest.approx(first.total_ms - others, abs=1e-3)
 
 
+def test_cached_tokens_never_exceed_the_prompt():
+    """A preempted sequence finds its former prefix only at another position."""
+    bench = Bench(max_batch_tokens=16)
+    one, two = document(1, 96), document(2, 96)
+    bench.ask(one, 1)
+    bench.ask(document(7, 16) + one + two, 1)
+    prompt = one + two + document(3, 40)
+    handle = bench.submit(prompt, 2, REUSE, repair=BARE)
+    bench.step()
+    [sequence] = bench.scheduler.running
+    prefix = sequence.blocks.block_ids[:6]
+    bench.scheduler._preempt(sequence)
+    assert bench.manager.reset(prefix) == 6
+    bench.step()
+    assert sum(span.stop - span.start for span in sequence.blocks.spans) > 160
+    bench.run()
+    result = handle.result(0)
+    assert (result.exact_cached_tokens, result.approximate) == (96, True)
+    assert result.cached_tokens == result.exact_cached_tokens + result.reused_span_tokens
+    assert result.cached_tokens <= result.prompt_tokens
+    assert result.computed_prompt_tokens >= 0
+    assert result.recomputed_tokens >= 0
+
+
 def test_the_block_map_marks_span_blocks():
     bench, head, one, two = served()
     assert BLOCK_SPAN not in block_map(bench.parts, bench.scheduler)
