@@ -124,7 +124,7 @@ FAULTS = (
     ),
     fault(
         "compares characters of GBNF grammars instead of their first bytes",
-        "engine/grammar/gbnf_lexemes.py",
+        "engine/grammar/gbnf.py",
         "for start, stop in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):",
         "for start, stop in ((0, 0x7F),):",
         "tests/engine/grammar/test_gbnf.py",

@@ -40,6 +40,18 @@ class Chars:
     ranges: Ranges
     is_split: bool = False
 
+    @functools.cached_property
+    def first_bytes(self) -> int:
+        """The first bytes of these characters in UTF-8, as a set of bits."""
+        found = 0
+        for low, high in self.ranges:
+            for start, stop in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+                first, last = max(low, start), min(high, stop)
+                if first <= last:
+                    begin, end = chr(first).encode()[0], chr(last).encode()[0]
+                    found |= (1 << end + 1) - (1 << begin)
+        return found
+
 
 @dataclass(eq=False)
 class Text:
@@ -49,7 +61,7 @@ class Text:
     is_split: bool = False
 
     @functools.cached_property
-    def chars(self) -> list[Node]:
+    def chars(self) -> list[Chars]:
         """The characters as nodes."""
         return [Chars(((ord(char), ord(char)),)) for char in self.text]
 

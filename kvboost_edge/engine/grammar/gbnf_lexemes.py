@@ -440,7 +440,7 @@ class _Automaton:
     """
 
     def __init__(self, rules: Sequence[Node], node: Node, regular: Mapping[int, _Size]) -> None:
-        self.chars: list[Ranges] = []
+        self.chars: list[Chars] = []
         self.follows: list[int] = []
         self._rules = rules
         self.size, depth, self.may_be_empty = _size_of(node, regular)
@@ -448,12 +448,11 @@ class _Automaton:
         self.first_bytes = self.later_bytes = _ANY_BYTE
         if self.is_complete:
             _, self.first, self.last = self._add(node)
-            self.bytes = [_lead_bytes(ranges) for ranges in self.chars]
             self.first_bytes = self.bytes_of(self.first)
             self.later_bytes = self.bytes_of(_union(self.follows))
 
     def bytes_of(self, positions: int) -> int:
-        return _union(self.bytes[i] for i in _bits(positions))
+        return _union(self.chars[i].first_bytes for i in _bits(positions))
 
     def after(self, positions: int) -> int:
         """Return the positions that may follow any of these."""
@@ -464,9 +463,9 @@ class _Automaton:
         while isinstance(node, Ref):
             node = self._rules[node.rule]
         if isinstance(node, Chars):
-            return self._position(node.ranges)
+            return self._position(node)
         if isinstance(node, Text):
-            return self._sequence(self._position(((ord(c), ord(c)),)) for c in node.text)
+            return self._sequence(map(self._position, node.chars))
         if isinstance(node, Seq):
             return self._sequence(self._add(part) for part in node.parts)
         if isinstance(node, Alt):
@@ -493,9 +492,9 @@ class _Automaton:
             self._connect(found[2], found[1])
         return found
 
-    def _position(self, ranges: Ranges) -> tuple[bool, int, int]:
+    def _position(self, char: Chars) -> tuple[bool, int, int]:
         bit = 1 << len(self.chars)
-        self.chars.append(ranges)
+        self.chars.append(char)
         self.follows.append(0)
         return False, bit, bit
 
@@ -526,8 +525,8 @@ class _Scan:
         self._starts = [0, *itertools.accumulate(len(each.chars) for each in automata)]
         masks: dict[Ranges, int] = {}
         for start, automaton in zip(self._starts, automata, strict=False):
-            for i, ranges in enumerate(automaton.chars, start):
-                masks[ranges] = masks.get(ranges, 0) | 1 << i
+            for i, char in enumerate(automaton.chars, start):
+                masks[char.ranges] = masks.get(char.ranges, 0) | 1 << i
         points = {end for ranges in masks for low, high in ranges for end in (low, high + 1)}
         self._classes = {
             _union(mask for ranges, mask in masks.items() if _contains(ranges, point))
@@ -597,19 +596,6 @@ def _bits(mask: int) -> Iterator[int]:
 def _contains(ranges: Ranges, char: int) -> bool:
     place = bisect.bisect_right(ranges, (char, 1 << 30)) - 1
     return place >= 0 and char <= ranges[place][1]
-
-
-@functools.lru_cache(1 << 10)
-def _lead_bytes(ranges: Ranges) -> int:
-    """Return the set of first bytes of these characters in UTF-8."""
-    found = 0
-    for low, high in ranges:
-        for start, stop in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
-            first, last = max(low, start), min(high, stop)
-            if first <= last:
-                begin, end = chr(first).encode()[0], chr(last).encode()[0]
-                found |= (1 << end + 1) - (1 << begin)
-    return found
 
 
 def _lark(grammar: _Lexemes) -> str:

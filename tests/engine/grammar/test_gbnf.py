@@ -1,7 +1,9 @@
 """GBNF grammars accept the same texts as in llama.cpp, which matches them character by character."""
 
+import gc
 import itertools
 import random
+import tracemalloc
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -242,6 +244,21 @@ def test_invalid_grammars_are_refused_with_the_reason(grammar, problem):
 @pytest.mark.parametrize("grammar", TEXTS, ids=lambda grammar: grammar.split()[2])
 def test_lexemes_are_split_only_where_necessary(grammar):
     assert lark_of_gbnf(grammar).is_slow == (grammar in {ENDED, ARITHMETIC})
+
+
+def test_a_large_class_uses_no_memory_after_its_conversion():
+    wide = "".join(map(chr, range(0x4E00, 0x9E00, 2)))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        lark_of_gbnf(f'root ::= [{wide}] | "(" root ")"')
+        lark_of_gbnf.cache_clear()
+        gc.collect()
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak > 1_000_000
+    assert left < 200_000
 
 
 def test_an_answer_ends_where_a_run_of_letters_could_go_on():
