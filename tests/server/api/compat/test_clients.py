@@ -201,6 +201,7 @@ def test_anthropic_tool_call_and_result(claude):
 
 
 def test_anthropic_cache_control_pins_the_prefix(claude, live_server):
+    before = live_server.engine.paged_stats()["pinned_blocks"]
     system = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
     first = claude.messages.create(messages=ASK, system=system, **MESSAGES).usage
     again = claude.messages.create(
@@ -213,7 +214,7 @@ def test_anthropic_cache_control_pins_the_prefix(claude, live_server):
         marked = [{"role": "system", "content": system[0]["text"]}]
         body = {"messages": marked, "add_generation_prompt": False}
         assert client.post("/v1/unpin", json=body).json()["blocks_unpinned"] > 0
-    assert live_server.engine.paged_stats()["pinned_blocks"] == 0
+    assert live_server.engine.paged_stats()["pinned_blocks"] <= before
 
 
 def test_anthropic_client_raises_its_own_exceptions(claude, keyed_server):
