@@ -40,7 +40,7 @@ _MORE = {
     "cache": "See [inspect and clean up](disk_tier.md#inspect-and-clean-up).",
     "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`.",
     "doctor": "See [models](models.md).",
-    "generate": "See [structured output](structured.md) for `--json-schema`.",
+    "generate": "See [structured output](structured.md) for `--json-schema` and `--grammar`.",
     "kernels": "See [start faster](how-to/startup.md).",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
     "models": "See [recommended models](models.md#recommended-models).",

@@ -218,6 +218,15 @@ SchemaOption = Annotated[
         help="File with a JSON schema that every answer must match. Default: no schema.",
     ),
 ]
+GrammarOption = Annotated[
+    str | None,
+    typer.Option(
+        "--grammar",
+        metavar="FILE",
+        help="File with a grammar in GBNF or Lark format that every answer must match. Default: "
+        "no grammar.",
+    ),
+]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(
@@ -370,6 +379,7 @@ def generate(
     seed: SeedOption = None,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
+    grammar: GrammarOption = None,
     mode: ModeOption = None,
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
@@ -393,7 +403,7 @@ def generate(
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
     settings = {
         "max_new_tokens": max_new_tokens,
-        **sampling_options(sampling, json_schema, named),
+        **sampling_options(sampling, json_schema, named, grammar),
         **use,
     }
     run_generate(
@@ -477,6 +487,7 @@ def chat(
     seed: SeedOption = None,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
+    grammar: GrammarOption = None,
     mode: ModeOption = None,
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
@@ -504,7 +515,7 @@ def chat(
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
     settings = {
         "max_new_tokens": max_new_tokens,
-        **sampling_options(sampling, json_schema, named),
+        **sampling_options(sampling, json_schema, named, grammar),
         **use,
     }
     options = engine_options(

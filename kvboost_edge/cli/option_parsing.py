@@ -208,6 +208,7 @@ def sampling_options(
     pairs: Iterable[str] | None,
     schema_file: str | None = None,
     named: Mapping[str, Any] | None = None,
+    grammar_file: str | None = None,
 ) -> dict[str, Any]:
     """Convert `-s` pairs and flags to sampling keyword arguments.
 
@@ -215,10 +216,11 @@ def sampling_options(
         pairs: Texts of the form `NAME=VALUE`; `stop` may occur several times.
         schema_file: File whose JSON schema becomes `json_schema`.
         named: Values of parameters with separate flags; None if not given.
+        grammar_file: File whose text becomes `grammar`.
 
     Raises:
-        ConfigError: A pair is malformed, a parameter is given twice, or the file contains no
-            schema.
+        ConfigError: A pair is malformed, a parameter is given twice, a file cannot be read, or the
+            schema file contains no schema.
     """
     options: dict[str, Any] = {
         name: value for name, value in (named or {}).items() if value is not None
@@ -242,12 +244,15 @@ def sampling_options(
             options[name] = parse_value(text)
     if stops:
         options["stop"] = stops
-    if schema_file is not None:
-        if "json_schema" in options:
-            raise ConfigError(
-                "'json_schema' is given twice, by --json-schema and --sampling; give it once"
-            )
-        options["json_schema"] = _schema(schema_file)
+    for name, flag, file, read in (
+        ("json_schema", "--json-schema", schema_file, _schema),
+        ("grammar", "--grammar", grammar_file, _grammar),
+    ):
+        if file is None:
+            continue
+        if name in options:
+            raise ConfigError(f"{name!r} is given twice, by {flag} and --sampling; give it once")
+        options[name] = read(file)
     return options
 
 
@@ -265,6 +270,15 @@ def _schema(file: str) -> dict[str, Any]:
             f"--json-schema {file!r} must hold an object, not {type(schema).__name__}"
         )
     return schema
+
+
+def _grammar(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--grammar {file!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--grammar {file!r} is not text in UTF-8: {error}") from None
 
 
 def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:

@@ -23,6 +23,7 @@ REQUEST = (
     "--sampling top_p=0.9",
     "-s seed=1",
     "--json-schema FILE",
+    "--grammar FILE",
     "--mode chunk_kv_reuse",
     "--recompute-strategy cacheblend",
     "--recompute-overlap 8",

@@ -1,7 +1,8 @@
-"""Tests of `--json-schema FILE`: output that matches the schema, and files without a valid schema."""
+"""Tests of `--json-schema FILE` and `--grammar FILE`: output that matches, and invalid files."""
 
 import json
 import os
+import re
 
 import jsonschema_rs
 import pytest
@@ -18,6 +19,7 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+GRAMMAR = 'root ::= item ("\\n" item)?\nitem ::= "- " [a-z] [a-z]'
 SMALL = ("-o", "num_blocks=64")
 
 
@@ -87,3 +89,36 @@ def test_a_schema_conflicts_with_other_constraints(schema_file, refused):
     line = refused("generate", "Hi", "--json-schema", schema_file, "-s", "regex=[a-z]+", *SMALL)
     assert "json_schema=" in line
     assert "regex=" in line
+
+
+@pytest.fixture
+def grammar_file(tmp_path):
+    path = tmp_path / "list.gbnf"
+    path.write_text(GRAMMAR, encoding="utf-8-sig")
+    return str(path)
+
+
+def test_generated_text_matches_the_grammar(grammar_file, answered):
+    result = answered("generate", "Fruits:", "--grammar", grammar_file, "-n", "40", *SMALL)
+    assert result["finish_reason"] == "stop"
+    assert re.fullmatch(r"- [a-z]{2}(\n- [a-z]{2})?", result["output_text"])
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "Hi"], ["chat"], ["chat", "--url", "http://127.0.0.1:1"]]
+)
+def test_an_invalid_grammar_file_is_a_one_line_error(command, tmp_path, refused):
+    path = tmp_path / "wrong.gbnf"
+    assert os.strerror(2) in refused(*command, "--grammar", path)
+    path.write_bytes(b'root ::= "\xff"')
+    line = refused(*command, "--grammar", path)
+    assert "wrong.gbnf" in line
+    assert "is not text in UTF-8: " in line
+    assert "byte 0xff" in line
+
+
+def test_a_grammar_conflicts_with_other_constraints(grammar_file, schema_file):
+    with pytest.raises(ConfigError, match="'grammar' is given twice, by --grammar and --sampling"):
+        sampling_options(["grammar=root ::= [a-z]"], grammar_file=grammar_file)
+    both = sampling_options(["top_k=4"], schema_file, grammar_file=grammar_file)
+    assert both == {"top_k": 4, "json_schema": SCHEMA, "grammar": GRAMMAR}
