@@ -491,12 +491,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             options: fields of `Terms`, such as tenant, cache_salt, priority, pin and ttl.
 
         Raises:
-            RequestError: the text is invalid, or mode="chunk_kv_reuse" is refused.
+            RequestError: the text is invalid, or the model does not support mode="chunk_kv_reuse".
+                The quality gate's verdict has no effect, because it depends on the request's
+                recompute_* options.
         """
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
-            self._gate.require_repair(self._reuse.own_repair())
+            self._reuse.own_repair()  # raises if the model or its runner does not support the mode
             return _logged(self._documents.warm(alone, terms, handles))
         request = self._builder.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])

@@ -154,8 +154,6 @@ def test_a_failed_test_refuses_reuse_with_its_figures(tests_run, spoiled):
             lambda: engine.submit(PROMPT, mode=REUSE),
             lambda: engine.generate(PROMPT, 6, mode=REUSE),
             lambda: engine.check(PROMPT, mode=REUSE),
-            lambda: engine.warm(documents=[TEXT]),
-            lambda: engine.warm(TEXT, position_offset=9),
             lambda: engine.generate_batch([PROMPT, PROMPT], mode=REUSE),
             lambda: list(engine.stream(PROMPT, mode=REUSE)),
             lambda: asyncio.run(engine.agenerate(PROMPT, mode=REUSE)),
@@ -164,6 +162,12 @@ def test_a_failed_test_refuses_reuse_with_its_figures(tests_run, spoiled):
             assert_raises(RequestError, words, call)
         assert runner_of(engine).computed == computed
         checked(engine, PROMPT, 6)
+        # A document's KV does not depend on the recompute settings. A request with other settings
+        # may reuse it.
+        engine.reset_cache()
+        assert engine.warm(documents=[TEXT]).chunks_stored == 1
+        reused = engine.generate(PROMPT, 6, mode=REUSE, recompute_strategy="query")
+        assert reused.reused_span_tokens > 0
         assert_clean(engine)
     with engine_of() as engine, pytest.raises(RequestError, match=words):
         engine.generate(PROMPT, 6, mode=REUSE)
