@@ -234,8 +234,8 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N",
         parser=token_limit,
-        help="Maximum number of tokens to generate. 'max' generates until the context is full. "
-        "Default: max.",
+        help="Maximum number of tokens to generate. 'max' generates until the context or the KV "
+        "cache is full. Default: max.",
     ),
 ]
 KVBitsOption = Annotated[

@@ -152,7 +152,7 @@ def parse_value(text: str) -> Any:
 
 
 def token_limit(text: str | int) -> int | None:
-    """Parse a token limit. 'max' and 'none' return None, which means to fill the context.
+    """Parse a token limit. 'max' and 'none' return None, which means no limit.
 
     Raises typer.BadParameter for other texts that are not integers.
     """

@@ -182,8 +182,8 @@ def tokens_words(number: int, kind: str = "token") -> str:
 
 
 def finish_words(reason: str) -> str:
-    """Format a finish reason. "length" comes with the options that set the two limits."""
-    limits = "token limit (-n) or context length (--ctx-size) reached"
+    """Format a finish reason. "length" comes with the options that set the limits."""
+    limits = "token limit (-n) or context length (--ctx-size) reached, or KV cache is full"
     return f"length: {limits}" if reason == "length" else reason
 
 

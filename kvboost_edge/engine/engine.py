@@ -359,8 +359,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
         Args:
             prompt: text, token ids or chat messages.
-            max_new_tokens: maximum number of tokens to generate. None allows output up to the end
-                of the context.
+            max_new_tokens: maximum number of tokens to generate. None generates until the context
+                or the KV cache is full.
             mode: how the request uses the cache.
             temperature: sampling temperature.
             do_sample: sample tokens at random instead of taking the most likely one.

@@ -167,7 +167,7 @@ class RequestBuilder:
         tenant = self._tenant_root(terms)
         num_shareable = shareable.shareable_end(self._config, len(ids))
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
-        return Request(
+        request = Request(
             index=index,
             prompt=shown,
             prompt_ids=tuple(ids),
@@ -193,6 +193,18 @@ class RequestBuilder:
             num_shareable=num_shareable,
             **fields,
         )
+        if needs_logits or params.max_new_tokens is not None:
+            return request
+        return dataclasses.replace(request, max_tokens=self._fitting_tokens(request))
+
+    def _fitting_tokens(self, request: Request) -> int:
+        """Return the request's maximum number of tokens, lowered to what fits in the pool."""
+        shareable = request.shareable_ids if request.shares_prompt else ()
+        manager = self._parts.manager
+        slots = manager.fitting_blocks(shareable, request.root) * manager.block_size
+        # The last token needs no slot, because its KV is never computed. A prompt that does not fit
+        # keeps room for one token, so that the scheduler refuses it.
+        return min(request.max_tokens, max(slots, request.num_prompt_tokens) + 1)
 
     def _max_tokens(self, num_tokens: int, params: SamplingParams, *, needs_logits: bool) -> int:
         """Return the maximum number of tokens in prompt and output together.

@@ -249,6 +249,17 @@ class KVCacheManager(PoolUsage):
         """Return how many blocks a table without spans needs for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def fitting_blocks(self, token_ids: Sequence[int], root: bytes) -> int:
+        """Return how many blocks a table can have, if its prompt begins with these tokens.
+
+        Besides blocks that are not pinned, it can share the pinned blocks of its prefix.
+        """
+        usable = self.usable_block_count
+        if usable == self.num_blocks:
+            return usable
+        # The last of the shared blocks may have to be copied, which takes one more block.
+        return usable + max(self.pins.num_of(token_ids, root) - 1, 0)
+
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
         """Return how many free blocks `extend(table, num_tokens)` would allocate.
 

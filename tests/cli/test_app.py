@@ -131,6 +131,14 @@ def test_generate_fills_the_context_by_default(printed):
     assert "length: token limit (-n) or context length" in " ".join(err.split())
 
 
+def test_generate_fills_a_pool_smaller_than_the_context_by_default(printed):
+    flags = ("--raw", "-o", "num_blocks=6", "--temperature", "0", "--json")
+    answer = json.loads(printed("generate", "The colour of Teamar boat is blue", *flags).out)
+    assert answer["finish_reason"] == "length"
+    # The KV of the last token is never stored.
+    assert answer["prompt_tokens"] + answer["generated_tokens"] == 6 * 16 + 1
+
+
 SAID = [{"role": "user", "content": "Hello"}]
 BRIEF = {"role": "system", "content": "Be brief."}
 

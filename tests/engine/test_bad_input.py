@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from helpers.engine.fake_runner import CONTEXT, EOS_ID, VOCAB_SIZE, checked, fake_engine
+from helpers.engine.fake_runner import (
+    CONTEXT,
+    EOS_ID,
+    VOCAB_SIZE,
+    checked,
+    expected_tokens,
+    fake_engine,
+)
 from helpers.raising import assert_raises
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
@@ -251,6 +258,17 @@ def test_the_whole_context_may_be_filled(engine):
     )
     assert engine.logits([1] * CONTEXT, start=CONTEXT - 1).shape == (1, VOCAB_SIZE)
     assert EOS_ID < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 255, 256])
+def test_without_a_limit_an_answer_fills_a_pool_smaller_than_the_context(num_prompt):
+    prompt = [1] * num_prompt
+    with fake_engine(num_blocks=16) as engine:
+        result = engine.generate(prompt, max_new_tokens=None, ignore_eos=True)
+        assert (result.generated_tokens, result.finish_reason) == (257 - num_prompt, "length")
+        assert list(result.output_token_ids) == expected_tokens(prompt, 257 - num_prompt)
+        with pytest.raises(CapacityError, match="the request needs 17 blocks"):
+            engine.generate([1] * 257, max_new_tokens=None)
 
 
 SPEC = KVSpec(

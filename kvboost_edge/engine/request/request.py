@@ -279,8 +279,8 @@ class SamplingParams:
     ignore_eos: bool = option(False, "Continue after an end-of-sequence token", bool)
     max_new_tokens: int | None = option(
         64,
-        "Maximum number of tokens to generate. None generates until the context is full, and 0 "
-        "only computes the prompt",
+        "Maximum number of tokens to generate. None generates until the context or the KV cache is "
+        "full, and 0 only computes the prompt",
         int,
         unit="tokens",
         low=0,

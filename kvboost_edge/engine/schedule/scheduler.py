@@ -133,18 +133,13 @@ class Scheduler:
             CapacityError: the request does not fit. The message shows the calculation.
         """
         manager = self.manager
-        usable = self.manager.usable_block_count
         if request.terms.pin:
             manager.pins.check_size(len(request.shareable_ids), request.terms.pin_share)
         needed = manager.blocks_for(request.max_slots)
-        if needed <= usable:
+        if needed <= manager.usable_block_count:
             return
-        # The request can share pinned blocks of its prefix. The last of them may have to be copied,
-        # which takes one more block.
-        shared = (
-            manager.pins.num_of(request.shareable_ids, request.root) if request.shares_prompt else 0
-        )
-        if not shared or needed - shared + 1 > usable:
+        shareable = request.shareable_ids if request.shares_prompt else ()
+        if needed > manager.fitting_blocks(shareable, request.root):
             raise self._too_large(request)
 
     def _too_large(self, request: Request) -> CapacityError:

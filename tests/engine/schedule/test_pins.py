@@ -274,6 +274,22 @@ def test_a_pin_may_be_removed_while_its_blocks_are_read():
         assert engine.paged_stats()["used_blocks"] == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "total"),
+    [
+        ([1] * 20, 8 * 16 + 1),
+        # All eight pinned blocks are shared, and a copy of the last needs a block.
+        ([*range(60, 188), 1], 15 * 16 + 1),
+    ],
+)
+def test_without_a_limit_an_answer_fills_the_blocks_that_pins_leave(engine, prompt, total):
+    assert engine.pin(list(range(60, 188))).chunks_stored == 1
+    assert engine.paged_stats()["pinned_blocks"] == 8
+    result = engine.generate(prompt, None, ignore_eos=True)
+    assert (len(prompt) + result.generated_tokens, result.finish_reason) == (total, "length")
+    assert list(result.output_token_ids) == expected_tokens(prompt, result.generated_tokens)
+
+
 # several tenants
 
 
