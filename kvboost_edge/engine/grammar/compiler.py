@@ -32,6 +32,7 @@ from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
 from kvboost_edge.text.turns.schema_queries import in_order
+from kvboost_edge.text.turns.schema_rewrite import with_short_integers
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
@@ -106,7 +107,7 @@ class GrammarCompiler:
         _check_installed(grammar)
         prepare_masks()
         tokenizer = self._vocabulary()
-        return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
+        return _on_deep_stack(lambda: self._compile(_limited(grammar), tokenizer))
 
     def read_ahead(self) -> None:
         """Start reading the vocabulary and compiling the mask kernel in the background.
@@ -209,11 +210,13 @@ def check_grammar(grammar: Grammar) -> None:
         BackendUnavailable: The package llguidance is not installed.
     """
     _check_installed(grammar)
-    _on_deep_stack(lambda: _check_text(grammar))
+    _on_deep_stack(lambda: _check_text(_limited(grammar)))
 
 
 def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     """Return whether a JSON value matches the schema, whatever the order of its members.
+
+    Integers may have any length, in contrast to those of constrained answers.
 
     Raises:
         RequestError: The schema is invalid, unsupported or too large.
@@ -228,6 +231,13 @@ def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     except UnicodeEncodeError:  # a lone surrogate cannot be encoded
         return False
     return _on_deep_stack(lambda: _takes(grammar, text))
+
+
+def _limited(grammar: Grammar) -> Grammar:
+    """Return a grammar that limits the integers in its schema."""
+    if grammar.kind != "json_schema":
+        return grammar
+    return grammar._replace(text=json.dumps(with_short_integers(json.loads(grammar.text))))
 
 
 def _json_text(value: Any) -> str:

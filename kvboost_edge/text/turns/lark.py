@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
-from kvboost_edge.text.turns.schema_rewrite import rewritten
+from kvboost_edge.text.turns.schema_rewrite import rewritten, with_short_integers
 
 __all__ = [
     "FREE",
@@ -162,8 +162,8 @@ class Lark:
 
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema that llguidance can compile, with limited whitespace."""
-    return {**rewritten(schema), "x-guidance": JSON_OPTIONS}
+    """Return a schema that llguidance can compile, with limited whitespace and integers."""
+    return {**with_short_integers(rewritten(schema)), "x-guidance": JSON_OPTIONS}
 
 
 def escaped(text: str) -> str:

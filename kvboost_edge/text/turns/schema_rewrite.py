@@ -8,6 +8,8 @@ A keyword is replaced only if other keywords accept exactly the same values:
     not                of `enum`, `const` or `type` becomes the remaining types and values
 
 Other uses of these keywords are kept, and the compiler rejects them with an error that names them.
+
+`with_short_integers` limits what a model writes, not which values match a schema.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from kvboost_edge.text.turns.schema_queries import (
     without_needless,
 )
 
-__all__ = ["rewritten"]
+__all__ = ["rewritten", "with_short_integers"]
 
 Schema = Mapping[str, Any]
 Made = dict[str, Any] | bool
@@ -41,6 +43,9 @@ _MOST_LISTS = 500  # lists in one enum; the compiler takes 0.1 s for 500 and fai
 _MOST_LISTS_TOGETHER = 1_000  # lists in all enums of a schema
 # Characters that the compiler's `[^...]` does not exclude.
 _ESCAPED = re.compile(r'["\\\x00-\x1f\x7f]')
+# The largest integer of 16 digits that is a double. The compiler would round a larger one up.
+_MOST_INTEGER = 10**16 - 2
+_LARGE = 1 << 53  # a bound above this one might exclude all integers up to the previous one
 _MOST_TEXTS = 1 << 15  # sum of the squared lengths of texts that a schema's patterns exclude
 
 
@@ -54,6 +59,54 @@ def rewritten(schema: Any) -> Any:
         return plain
     made = _Rewriter(plain).schema(plain, {}, 0)
     return made if isinstance(made, dict) else plain
+
+
+def with_short_integers(schema: Any) -> Any:
+    """Limit integers without bounds to 16 digits, in a schema that `rewritten` has returned.
+
+    Small models sometimes never stop writing digits.
+
+    Each missing bound is added by itself. A schema that contains larger numbers is returned
+    unchanged, because a limit could conflict with them.
+    """
+    return schema if _names_large_number(schema) else _with_short_integers(schema, 0)
+
+
+def _with_short_integers(given: Any, depth: int) -> Any:
+    if depth > MOST_DEPTH:
+        return given
+    if isinstance(given, list):
+        return [_with_short_integers(one, depth + 1) for one in given]
+    if not isinstance(given, Mapping):
+        return given
+    made = {
+        key: {name: _with_short_integers(one, depth + 1) for name, one in value.items()}
+        if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
+        else value
+        if key in VALUES or key in _REWRITTEN
+        else _with_short_integers(value, depth + 1)
+        for key, value in given.items()
+    }
+    types = _listed(given.get("type"))
+    if "integer" in types and "number" not in types and not {"enum", "const"} & given.keys():
+        if not {"minimum", "exclusiveMinimum"} & given.keys():
+            made["minimum"] = -_MOST_INTEGER
+        if not {"maximum", "exclusiveMaximum"} & given.keys():
+            made["maximum"] = _MOST_INTEGER
+    return made
+
+
+def _names_large_number(schema: Any) -> bool:
+    """Return whether a number in a schema is too large for the limit of integers."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (int, float)) and abs(one) > _LARGE:
+            return True
+        waiting += (
+            one.values() if isinstance(one, Mapping) else one if isinstance(one, list) else ()
+        )
+    return False
 
 
 class _Condition(NamedTuple):

@@ -300,6 +300,52 @@ def test_white_space_in_json_is_bounded(engine):
     assert len(result.output_text) > 20, "the answer has little white space: the test shows nothing"
 
 
+EIGHTS = int("8" * 16)
+
+
+@pytest.mark.parametrize(
+    ("schema", "longest"),
+    [
+        ({"type": "integer"}, EIGHTS),
+        ({"type": "integer", "minimum": 1}, EIGHTS),
+        ({"type": ["integer", "null"], "multipleOf": 8}, EIGHTS),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, EIGHTS),
+        ({"allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": {"type": "integer"}}}, EIGHTS),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1}, [EIGHTS]),
+        ({"type": "integer", "not": {"const": 5}}, EIGHTS),
+        ({"type": "integer", "maximum": 999}, 888),
+        ({"type": "integer", "maximum": 10**17}, EIGHTS * 10 + 8),
+        ({"type": "integer", "enum": [10**17]}, 10**17),
+        ({"allOf": [{"type": "integer"}, {"const": 10**17}]}, 10**17),
+    ],
+    ids=str,
+)
+def test_integers_are_limited_to_16_digits_if_the_schema_sets_no_bound(engine, schema, longest):
+    """Small models sometimes never stop writing digits."""
+    likely = dict.fromkeys(engine.tokenizer.encode("8"), 100.0)
+    result = engine.generate(
+        prompt(1), max_new_tokens=60, temperature=0, json_schema=schema, logit_bias=likely
+    )
+    assert result.finish_reason == "stop"
+    assert json.loads(result.output_text) == longest
+
+
+def test_negative_integers_are_limited_to_16_digits(engine):
+    likely = dict.fromkeys(engine.tokenizer.encode("-8"), 100.0)
+    result = engine.generate(
+        prompt(1),
+        max_new_tokens=60,
+        temperature=0,
+        json_schema={"type": "integer", "maximum": -1},
+        logit_bias=likely,
+    )
+    assert (result.finish_reason, result.output_text) == ("stop", f"-{EIGHTS}")
+
+
+def test_the_limit_of_integers_does_not_apply_to_validation():
+    assert fits_schema({"type": "integer"}, 10**20)
+
+
 def test_a_stop_string_ends_inside_a_grammar(engine):
     result = engine.generate(
         prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t"

@@ -106,6 +106,17 @@ def test_invalid_calls_are_rejected(name, markers):
 @EACH
 @EITHER
 @pytest.mark.some(2)
+def test_integers_of_calls_are_limited_to_16_digits(name, markers):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    made = grammar(name, markers, tools=(Tool("count", schema),))
+    takes = vocabulary(markers).takes
+    assert takes(made, written(name, [("count", {"n": 10**16 - 2})]))
+    assert not takes(made, written(name, [("count", {"n": 10**16})]))
+
+
+@EACH
+@EITHER
+@pytest.mark.some(2)
 def test_text_is_free_outside_calls(name, markers):
     words = vocabulary(markers)
     for choice in ("auto", "none"):
