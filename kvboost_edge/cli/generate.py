@@ -50,7 +50,11 @@ def run_generate(
         request: Any = _messages(system, text) if is_chat else text
         result = answer(engine, request, settings, _ignore if as_json else _write, notes)
     if as_json:
-        shown = {**dataclasses.asdict(result), "approximate": result.approximate}
+        shown = {
+            **dataclasses.asdict(result),
+            "approximate": result.approximate,
+            "drafts": {source: counts._asdict() for source, counts in result.drafts.items()},
+        }
         print(json.dumps(shown, ensure_ascii=False, default=str))
     else:
         _write("\n")

@@ -20,6 +20,7 @@ from kvboost_edge.engine.request.progress import Progress
 __all__ = [
     "PromptBar",
     "block_map",
+    "draft_words",
     "duration_words",
     "finish_words",
     "pool_panel",
@@ -179,6 +180,13 @@ def reuse_words(
 def tokens_words(number: int, kind: str = "token") -> str:
     """Format a number of tokens, such as "1 token" or "2 tokens"."""
     return f"{number} {kind}{'' if number == 1 else 's'}"
+
+
+def draft_words(drafted_tokens: int, accepted_tokens: int) -> list[str]:
+    """Format the verified draft tokens as the parts of a line: one, or none without drafts."""
+    if not drafted_tokens:
+        return []
+    return [f"{accepted_tokens} of {tokens_words(drafted_tokens, 'draft token')} accepted"]
 
 
 def finish_words(reason: str) -> str:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress
 from kvboost_edge.cli.console import counted, text_column
 from kvboost_edge.cli.render import (
     PromptBar,
+    draft_words,
     duration_words,
     finish_words,
     reuse_words,
@@ -256,11 +257,14 @@ def _size(num_bytes: int) -> str:
 
 
 def timing_line(result: GenerationResult) -> str:
-    """Format the cache use and speed of an answer as one line."""
+    """Format the cache use, speed and drafts of an answer as one line."""
     cached = result.exact_cached_tokens
     spans = (result.reused_span_tokens, result.recomputed_tokens, result.approximations)
-    return (
-        f"{reuse_words(result.prompt_tokens, cached, result.hit_tokens, *spans)} · "
-        f"first token {result.ttft_ms:.0f} ms · {tokens_words(result.generated_tokens)}, "
-        f"{result.tokens_per_sec:.1f} per second · {finish_words(result.finish_reason)}"
-    )
+    parts = [
+        reuse_words(result.prompt_tokens, cached, result.hit_tokens, *spans),
+        f"first token {result.ttft_ms:.0f} ms",
+        f"{tokens_words(result.generated_tokens)}, {result.tokens_per_sec:.1f} per second",
+        *draft_words(result.drafted_tokens, result.accepted_tokens),
+        finish_words(result.finish_reason),
+    ]
+    return " · ".join(parts)

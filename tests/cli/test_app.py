@@ -582,3 +582,17 @@ def test_generate_reports_tokens_restored_from_disk(tiny_model_dir, tmp_path, pr
     cached = lines[1].split(" from the cache (")[0].split()[-1]
     assert int(cached) >= 32
     assert f"{cached} from the cache ({cached} from disk) ·" in lines[1]
+
+
+def test_the_draft_tokens_of_an_answer_are_shown(tiny_model_dir, printed, answered):
+    argv = ["generate", "Hello", "-m", tiny_model_dir, "-n", "12", "--temperature", "0", *SMALL]
+    argv += ["-s", "ignore_eos=true", "-s", "speculation=on"]
+    assert "draft" not in printed(*argv[:-1], "speculation=off").err.splitlines()[-1]
+    argv += ["--draft-model", tiny_model_dir]
+    result = answered(*argv)
+    counts = result["drafts"]["draft_model"]
+    assert set(counts) == {"num_drafts", "drafted_tokens", "accepted_by_position"}
+    assert sum(counts["accepted_by_position"]) > 0
+    line = " ".join(printed(*argv).err.split())
+    shown = f" · {result['accepted_tokens']} of {result['drafted_tokens']} draft tokens accepted · "
+    assert shown in line

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from kvboost_edge.cli.render import finish_words, reuse_words, tokens_words
+from kvboost_edge.cli.render import draft_words, finish_words, reuse_words, tokens_words
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import (
     BackendUnavailable,
@@ -66,6 +66,8 @@ class RemoteAnswer(NamedTuple):
         reasoning: The model's reasoning.
         tool_calls: The model's tool calls.
         approximations: Labels of the server's options that make its answers approximate.
+        drafted_tokens: Number of draft tokens verified.
+        accepted_tokens: Number of draft tokens accepted.
     """
 
     text: str
@@ -81,10 +83,12 @@ class RemoteAnswer(NamedTuple):
     reasoning: str = ""
     tool_calls: tuple[RemoteToolCall, ...] = ()
     approximations: tuple[str, ...] = ()
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def timing_line(self) -> str:
-        """Cache use and speed in one line."""
+        """Cache use, speed and drafts in one line."""
         parts = []
         if self.prompt_tokens is not None:
             found = (
@@ -99,6 +103,7 @@ class RemoteAnswer(NamedTuple):
         if self.generated_tokens is not None:
             rate = self.generated_tokens / self.total_ms * 1e3
             parts.append(f"{tokens_words(self.generated_tokens)}, {rate:.1f} per second")
+        parts += draft_words(self.drafted_tokens, self.accepted_tokens)
         return " · ".join([*parts, finish_words(self.finish_reason)])
 
 
@@ -301,11 +306,13 @@ class _Heard:
         self._reason = ""
         self._usage: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
+        self._timings: dict[str, Any] = {}
 
     def take(self, chunk: Mapping[str, Any]) -> Iterator[str | Thought]:
         """Store the contents of a chunk, and yield its pieces of text."""
         self._usage = chunk.get("usage") or self._usage
         self._told = chunk.get("kvboost") or self._told
+        self._timings = chunk.get("timings") or self._timings
         for choice in chunk.get("choices", ()):
             self._reason = choice.get("finish_reason") or self._reason
             delta = choice.get("delta") or {}
@@ -349,6 +356,8 @@ class _Heard:
             reasoning="".join(self._thoughts),
             tool_calls=tuple(self._calls.values()),
             approximations=tuple(self._told.get("approximations") or ()),
+            drafted_tokens=self._timings.get("draft_n") or 0,
+            accepted_tokens=self._timings.get("draft_n_accepted") or 0,
         )
 
 

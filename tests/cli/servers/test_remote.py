@@ -133,6 +133,10 @@ def test_an_answer_streams_and_ends_with_its_statistics(server):
         GOOD[-1],
     ]
     assert "16 from the cache (10 from disk, 6 from redis) · " in ask(server)[-1].timing_line
+    assert "draft" not in ask(server)[-1].timing_line
+    server.events = [*GOOD[:-2], {**GOOD[-2], "timings": {"draft_n": 9, "draft_n_accepted": 7}}]
+    server.events.append("[DONE]")
+    assert " · 7 of 9 draft tokens accepted · stop" in ask(server)[-1].timing_line
     server.url += "/v1/"
     assert ask(server, model="other")[:2] == ["Hel", "lo"]
     assert server.bodies[-1]["model"] == "other"
