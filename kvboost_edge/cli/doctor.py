@@ -34,6 +34,7 @@ from kvboost_edge.engine.memory.selection import (
     select_path,
 )
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
+from kvboost_edge.engine.non_prefix_reuse import SPARSE_PREFILL
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
@@ -44,6 +45,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_label
 from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.choice import RUNNERS, plan_of
+from kvboost_edge.runners.native.select_native import WIDE_KEYS
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -214,6 +216,10 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
     if found["runner"] not in RUNNERS:
         return "no: no runner supports this model"
     refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
+    if config.prefill == "sparse":
+        refusal = SPARSE_PREFILL
+    elif refusal is None and config.arithmetic == "wide":
+        refusal = WIDE_KEYS
     if refusal is not None:
         return f"no: {refusal}"
     if config.reuse_gate == "off":

@@ -35,7 +35,10 @@ from kvboost_edge.reuse.span_search import prepare_search
 from kvboost_edge.runners.base import ForwardBatch, Runner
 from kvboost_edge.segments import Segment
 
-__all__ = ["Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
+__all__ = ["SPARSE_PREFILL", "Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
+
+SPARSE_PREFILL = "prefill='sparse' computes prompts from exact prefixes only; use prefill='exact'"
+"""Reason why `EngineConfig.prefill` excludes non-prefix reuse."""
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
 _DEVIATION_LAYERS = 2  # layers that `Runner.deviations` runs
@@ -55,7 +58,7 @@ class ReuseFields(RequestFeature):
     def refusal(self) -> str | None:
         """Reason why the model or its runner does not support non-prefix reuse, or None."""
         if self._config.prefill == "sparse":
-            return "prefill='sparse' computes prompts from exact prefixes only; use prefill='exact'"
+            return SPARSE_PREFILL
         return states_refusal(self._runner.info) or self._runner.moved_keys_refusal
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:

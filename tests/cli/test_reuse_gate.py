@@ -2,6 +2,7 @@
 
 import pytest
 
+from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.reuse.quality_verdict import Verdict
@@ -49,6 +50,7 @@ def test_reuse_check_exits_with_1_for_a_refused_model(tmp_path, monkeypatch, pri
     [
         ([], "yes, unless the model fails"),
         (["-o", "reuse_gate=off"], "yes, untested"),
+        (["-o", "arithmetic=wide"], "no: with arithmetic='wide'"),
         (["-o", "backend=reference"], "no: the native runner on backend 'reference'"),
         (["-o", "runner=torch", "-o", "backend=torch"], "yes, unless"),
         (["-o", "runner=torch", "-o", "backend=cpu"], "no: the torch runner on backend 'cpu'"),
@@ -58,6 +60,12 @@ def test_reuse_check_exits_with_1_for_a_refused_model(tmp_path, monkeypatch, pri
 def test_doctor_reports_whether_reuse_is_available(options, words, answered):
     model = answered("doctor", "kvboost-edge/demo", *options)["Model kvboost-edge/demo"]
     assert model["chunk_reuse"].startswith(words)
+
+
+def test_doctor_reports_no_reuse_with_sparse_prefill(tmp_path, answered):
+    directory = save_tiny_model("llama", tmp_path, max_position_embeddings=16384)
+    model = answered("doctor", directory, "-o", "prefill=sparse")[f"Model {directory}"]
+    assert model["chunk_reuse"].startswith("no: prefill='sparse' computes prompts from exact")
 
 
 def test_doctor_reports_no_reuse_for_an_unsupported_model(tmp_path, answered):
