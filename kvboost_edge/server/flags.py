@@ -26,6 +26,8 @@ __all__ = ["USAGE_ERROR", "parse_flags", "serve_command", "suggest_flag"]
 USAGE_ERROR = cast(type[Exception], typer.BadParameter.__bases__[0])
 """UsageError of click, or of the copy that newer versions of typer have."""
 
+_EXTRA_ARGUMENT = "Got unexpected extra argument"
+
 
 class _ServeCommand(TyperCommand):
     """A command whose help shows the flags by group."""
@@ -74,16 +76,22 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
 
 
 def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | None = None) -> None:
-    """Add a suggestion to the message of a usage error about an unknown flag.
+    """Add a suggestion to the message of a usage error about an unknown flag or extra argument.
 
     Args:
         error: the usage error, which is modified.
         advice: function that gets the unknown flag and the command's flags, and returns a
             suggestion. If it returns "", the most similar flag is suggested.
     """
-    if not hasattr(error, "possibilities") or error.ctx is None:
+    if error.ctx is None:
         return
     parameters = error.ctx.command.params
+    if error.message.startswith(_EXTRA_ARGUMENT) and any("-m" in one.opts for one in parameters):
+        takes_text = any(one.param_type_name == "argument" for one in parameters)
+        quotes = ", and put text that contains spaces in quotes" if takes_text else ""
+        error.message += f". Give the model with -m{quotes}."
+    if not hasattr(error, "possibilities"):
+        return
     known = [flag for one in parameters for flag in (*one.opts, *one.secondary_opts)]
     hint = advice(error.option_name, known) if advice else ""
     if not hint:

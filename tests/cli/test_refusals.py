@@ -91,6 +91,24 @@ def test_an_engine_option_as_a_flag_names_the_correct_form(printed, argv, advice
     assert ("Use -" in err) == advice.startswith("Use -")
 
 
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        ("serve ./x.gguf", "Give the model with -m."),
+        ("chat ./x.gguf", "Give the model with -m."),
+        ("bench ./x.gguf", "Give the model with -m."),
+        ("generate Hi x", "Give the model with -m, and put text that contains spaces in quotes."),
+        ("doctor x y", "Give the model with -m, and put text that contains spaces in quotes."),
+        ("demo ./x.gguf", ""),
+    ],
+)
+def test_an_extra_argument_names_the_option_of_the_model(printed, argv, advice):
+    err = " ".join(printed(*argv.split(), code=2).err.replace("│", "").split())
+    assert f"({argv.split()[-1]})" in err
+    assert advice in err
+    assert ("Give the model" in err) == bool(advice)
+
+
 @pytest.mark.parametrize("argv", ["generate x --xyzzy", "serve --bogus"])
 def test_an_unknown_flag_without_a_similar_one_suggests_none(printed, argv):
     err = printed(*argv.split(), code=2).err
