@@ -320,6 +320,10 @@ class QualityGate:
             with contextlib.suppress(KVBoostError):  # the engine may have been closed
                 self._documents.forget(*roots)
 
+    def forget(self, whose: Terms) -> None:
+        """Drop the unused blocks that belong to these terms."""
+        self._documents.forget(self._builder.root(whose))
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -148,25 +148,51 @@ def _verify_reuse(
         whose = stack.enter_context(gate.privately())
         ids = given or gate.prepare(repair, whose).prompts()
         owner = whose.reuse if prompts is None else Terms()
-        texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
-        colds = gate.generate(ids, whose.full, params)
-        answers = [cold.output_token_ids for cold in colds]
-        full = [
-            gate.logits(one, answer, whose.full)[1]
-            for one, answer in zip(ids, answers, strict=True)
+        # One prompt at a time, so that full computations evict few blocks of the documents.
+        groups = [ids] if prompts is None else [[one] for one in ids]
+        checks = [
+            check
+            for group in groups
+            for check in _reuse_checks(engine, gate, repair, group, whose.full, owner, params)
         ]
-        reused = [
-            gate.logits(one, answer, owner, repair)
-            for one, answer in zip(ids, answers, strict=True)
-        ]
-        warms = gate.generate(ids, owner, params, repair)
-    checks = map(_reuse_check, texts, colds, warms, full, reused)
     return CorrectnessReport(
         checks=tuple(checks),
         logit_tolerance=0.0,
         mode=GenerationMode.CHUNK_KV_REUSE,
         kl_limit=limit,
     )
+
+
+def _reuse_checks(
+    engine: VerifiedEngine,
+    gate: QualityGate,
+    repair: Repair,
+    ids: Sequence[Sequence[int]],
+    alone: Terms,
+    owner: Terms,
+    params: SamplingParams,
+) -> Iterable[PromptCheck]:
+    """Compare the answers to prompts that are computed together.
+
+    Args:
+        engine: The engine under test.
+        gate: The engine's quality gate.
+        repair: The recompute settings to test.
+        ids: The prompts.
+        alone: Terms of the full computations, whose blocks are dropped afterwards.
+        owner: Terms under which the documents are cached.
+        params: Sampling parameters.
+    """
+    texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
+    colds = gate.generate(ids, alone, params)
+    answers = [cold.output_token_ids for cold in colds]
+    full = [gate.logits(one, answer, alone)[1] for one, answer in zip(ids, answers, strict=True)]
+    gate.forget(alone)
+    reused = [
+        gate.logits(one, answer, owner, repair) for one, answer in zip(ids, answers, strict=True)
+    ]
+    warms = gate.generate(ids, owner, params, repair)
+    return map(_reuse_check, texts, colds, warms, full, reused)
 
 
 def _reuse_check(
@@ -185,7 +211,10 @@ def _reuse_check(
     found = _compared(text, cold, warm, cold_logits, warm_logits, max(each))
     problem = None
     if not num_reused:
-        problem = "nothing was reused: warm its documents first"
+        problem = (
+            "nothing was reused: warm its documents first, in a pool with room for the documents "
+            "and the prompt"
+        )
     elif not found.text_equal:
         problem = "the answer with reuse is a different text"
     return dataclasses.replace(found, reused_tokens=num_reused, problem=problem)

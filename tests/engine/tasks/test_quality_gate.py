@@ -338,6 +338,19 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
         assert_clean(engine)
 
 
+def test_verify_keeps_the_documents_of_many_prompts():
+    """The full computations of all prompts together would fill the pool."""
+    prompts = [[number] * 16 + TEXT + [number] * 5 for number in range(8)]
+    with engine_of(num_blocks=40) as engine:
+        engine.check_reuse()
+        engine.warm(documents=[TEXT])
+        report = engine.verify_correctness(prompts, max_new_tokens=6, mode=REUSE)
+        assert report, str(report)
+        assert len(report.checks) == 8
+        assert [check.reused_tokens for check in report.checks] == [48] * 8
+        assert_clean(engine)
+
+
 def test_verify_reports_by_how_much_reuse_fails(spoiled):
     with engine_of() as engine:
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
