@@ -436,7 +436,8 @@ def generate(
     "kvboost-edge chat -m ./my-model --session travel\n\n"
     "In the chat: /reset starts a new conversation, /drop removes the oldest turn, /save FILE "
     "saves the conversation, /stats shows the block pool, /help shows the commands, /quit (also "
-    "/exit, /bye, Ctrl-D) exits. Ctrl-C stops an answer or clears the line."
+    "/exit, /bye, Ctrl-D) exits. Ctrl-C stops an answer and keeps the part received, or clears the "
+    "line."
 )
 def chat(
     model: Annotated[

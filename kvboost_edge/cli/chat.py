@@ -30,7 +30,8 @@ __all__ = ["Lines", "run_chat", "run_remote_chat"]
 _HELP = (
     "/reset starts a new conversation, /drop [N] removes the N oldest turns (1), /save FILE saves "
     "the conversation as JSON, /stats shows the block pool, /help shows the commands, /quit (also "
-    "/exit, /bye, Ctrl-D) exits; Ctrl-C stops an answer or clears the line."
+    "/exit, /bye, Ctrl-D) exits; Ctrl-C stops an answer and keeps the part received, or clears the "
+    "line."
 )
 # These commands print the help when arguments are wrong; /save does so without a file.
 _COMMANDS = ("/help", "/save")
@@ -39,7 +40,8 @@ _OFFER = (
     "it, /reset starts a new one"
 )
 
-Messages = list[dict[str, str]]
+Message = dict[str, str]
+Messages = list[Message]
 Write = Callable[[str], None]
 
 
@@ -84,13 +86,13 @@ class _Partner(NamedTuple):
     """Model in a conversation.
 
     Attributes:
-        reply: Function that streams the answer to the messages, and returns its message and a line
-            of statistics.
+        reply: Function that streams the answer to the messages, adds each piece to a given message,
+            and returns a line of statistics.
         show_stats: Function that prints the statistics of the engine or server.
         session: Named session of the conversation, if any.
     """
 
-    reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
+    reply: Callable[[Messages, Message, Write], str]
     show_stats: Callable[[], None]
     session: ChatSession | None = None
 
@@ -161,9 +163,12 @@ def _opening(session: ChatSession | None, system: str) -> _Opening:
 
 
 def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -> _Partner:
-    def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
-        result = answer(engine, messages, settings, write, console)
-        return {"role": "assistant", "content": result.output_text}, timing_line(result)
+    def reply(messages: Messages, message: Message, write: Write) -> str:
+        def take(piece: str) -> None:
+            message["content"] += piece
+            write(piece)
+
+        return timing_line(answer(engine, messages, settings, take, console))
 
     def show_stats() -> None:
         console.print(pool_panel(engine.block_map(), engine.paged_stats(), width=console.width))
@@ -174,7 +179,7 @@ def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -
 def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _Partner:
     named = _for_server(settings)
 
-    def reply(messages: Messages, write: Write) -> tuple[dict[str, str], str]:
+    def reply(messages: Messages, message: Message, write: Write) -> str:
         thinking = False
         with PromptBar(console) as bar:
             for piece in remote.stream(messages, named, progress=bar.is_wanted):
@@ -184,12 +189,12 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
                 bar.close()
                 if isinstance(piece, RemoteAnswer):
                     _show_calls(piece, console)
-                    said = {"role": "assistant", "content": piece.text}
-                    more = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
-                    return {**said, **more}, piece.timing_line
+                    return piece.timing_line
                 if isinstance(piece, Thought):
+                    message["reasoning_content"] = message.get("reasoning_content", "") + piece.text
                     console.print(Text(piece.text, "dim"), end="", soft_wrap=True)
                 else:
+                    message["content"] += piece
                     write(f"\n{piece}" if thinking else piece)
                 thinking = isinstance(piece, Thought)
         raise RequestError(
@@ -239,25 +244,39 @@ class _Conversation:
             console.print(f"session {partner.session.name}: {turns}", style="dim")
 
     def take(self, line: str) -> None:
-        """Send a user message and append the answer. Drops the turn if it is rejected or
-        interrupted.
+        """Send a user message and append the answer.
+
+        After an error or Ctrl-C, keeps the part of the answer that was received, or drops the turn
+        if there is none.
         """
         turn = [*self._messages, {"role": "user", "content": line}]
+        message = {"role": "assistant", "content": ""}
         self._refused = ""
         try:
-            message, figures = self._partner.reply(turn, self._write)
+            figures = self._partner.reply(turn, message, self._write)
         except KVBoostError as error:
+            if message["content"].strip():
+                self._console.print()
+                print(
+                    f"the answer is incomplete: {error}; the part received was kept",
+                    file=sys.stderr,
+                )
+                self._append(turn, message)
+                return
             print(f"this turn was refused: {error}", file=sys.stderr)
             self._refused = line
             if self._turns():
                 self._console.print(_OFFER, style="dim")
             return
         except KeyboardInterrupt:
-            self._console.print("\nstopped; this turn was removed", style="dim")
+            if message["content"].strip():
+                self._console.print("\nstopped; the part received was kept", style="dim")
+                self._append(turn, message)
+            else:
+                self._console.print("\nstopped; this turn was removed", style="dim")
             return
         self._console.print(f"\n{figures}", style="dim")
-        self._messages = [*turn, message]
-        self._keep()
+        self._append(turn, message)
 
     def reset(self) -> None:
         """Start a new conversation."""
@@ -299,6 +318,10 @@ class _Conversation:
             print(f"/save {file}: {error}; give a writable file", file=sys.stderr)
             return
         self._console.print(f"saved to {file}", style="dim")
+
+    def _append(self, turn: Messages, message: Message) -> None:
+        self._messages = [*turn, message]
+        self._keep()
 
     def _keep(self) -> None:
         """Save the conversation in its session, if it has one."""

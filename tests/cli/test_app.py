@@ -15,7 +15,9 @@ import typer
 from helpers.json_files import change_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.cli import chat
 from kvboost_edge.cli.app import app
+from kvboost_edge.cli.chat import _Conversation
 from kvboost_edge.cli.console import piped_text
 from kvboost_edge.cli.warmup import _forms
 from kvboost_edge.errors import RequestError
@@ -286,6 +288,46 @@ def test_a_chat_that_outgrows_the_pool_continues(tiny_model_dir, tmp_path, print
     kept = json.loads(file.read_text(encoding="utf-8"))
     assert [one["role"] for one in kept] == ["system", *["user", "assistant"] * 2, "user"]
     assert [one["content"][-1] for one in kept if one["role"] == "user"] == ["1", "2", "3"]
+
+
+def test_chat_keeps_the_part_of_an_interrupted_answer(
+    tiny_model_dir, tmp_path, printed, typed, monkeypatch
+):
+    pieces = []
+    write = _Conversation._write
+
+    def interrupted(conversation, piece):
+        write(conversation, piece)
+        pieces.append(piece)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Conversation, "_write", interrupted)
+    file = tmp_path / "chat.json"
+    typed(f"Hi\nGo on\n/save {file}\n")
+    out = printed("chat", "-m", tiny_model_dir, "-n", "8", "--temperature", "0", *SMALL).out
+    first, second = "".join(pieces[:3]), "".join(pieces[3:])
+    assert f"{first}\nstopped; the part received was kept\n" in out
+    assert json.loads(file.read_text(encoding="utf-8")) == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Go on"},
+        {"role": "assistant", "content": second},
+    ]
+    assert out.count("from the cache") == 1
+
+
+def test_chat_removes_a_turn_that_is_interrupted_before_its_answer(
+    tiny_model_dir, printed, typed, monkeypatch
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "answer", interrupted)
+    typed("Hi\n/drop\n")
+    out, err = printed("chat", "-m", tiny_model_dir, *SMALL)
+    assert "stopped; this turn was removed" in out
+    assert "/drop 1: the conversation has 0 turns" in err
 
 
 def test_inspect_shows_the_contents_of_the_files(tiny_model_dir, answered):

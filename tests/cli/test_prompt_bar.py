@@ -188,9 +188,9 @@ def test_a_servers_progress_is_drawn(server, at_once):
     server.events = [chunk("", prompt_progress=TOLD), *GOOD]
     console, file = terminal()
     with RemoteChat(server.url) as remote:
-        message, _ = _remote(remote, {}, console).reply(
-            [{"role": "user", "content": "Hi"}], file.write
-        )
+        message = {"role": "assistant", "content": ""}
+        asked = [{"role": "user", "content": "Hi"}]
+        _remote(remote, {}, console).reply(asked, message, file.write)
     assert message["content"] == "Hello"
     assert "2,560 of 4,210 tokens, 495 per second, about 4 s left" in shown(file)
     assert file.getvalue().endswith("Hello")

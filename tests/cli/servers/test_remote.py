@@ -356,6 +356,30 @@ def test_reasoning_and_tool_calls_are_shown(server, typed, printed):
         assert lines in printed("chat", "--url", server.url).out
 
 
+ERROR = {"error": {"message": "the deadline has passed"}}
+
+
+def test_a_remote_answer_that_ends_with_an_error_is_kept(server, typed, printed):
+    server.events = [delta(reasoning_content="Hm"), chunk("Hel"), chunk("lo"), ERROR]
+    typed("Hi\nGo on\n")
+    err = printed("chat", "--url", server.url).err
+    said = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
+    assert server.bodies[-1]["messages"] == [
+        {"role": "user", "content": "Hi"},
+        said,
+        {"role": "user", "content": "Go on"},
+    ]
+    assert err.count("an error: the deadline has passed; the part received was kept\n") == 2
+
+
+@pytest.mark.parametrize("first", [[], [delta(reasoning_content="Hm")], [chunk("\n")]])
+def test_a_remote_turn_without_a_part_of_the_answer_is_removed(server, typed, printed, first):
+    server.events = [*first, ERROR]
+    typed("Hi\nAgain\n")
+    assert printed("chat", "--url", server.url).err.count("this turn was refused: ") == 2
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": "Again"}]
+
+
 def test_a_schema_is_sent_to_the_server(server, typed, printed, tmp_path):
     schema = {"type": "object", "properties": {"größe": {"type": "integer"}}}
     path = tmp_path / "schema.json"
