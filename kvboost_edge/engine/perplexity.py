@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.quality_verdict import log_softmax
+from kvboost_edge.reuse.quality_verdict import kl_divergence, log_softmax
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -102,7 +102,7 @@ def score_text(
             if others is not None:
                 other = log_softmax(others[i])
                 other_nll -= float(other[target])
-                kl = max(0.0, float(np.sum(np.exp(logs) * (logs - other))))
+                kl = kl_divergence(logs, other)
                 kl_sum = kl_sum + kl
                 kl_max = max(kl_max, kl)
                 agreed += int(np.argmax(row) == np.argmax(others[i]))

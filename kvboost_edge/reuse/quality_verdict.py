@@ -29,6 +29,7 @@ __all__ = [
     "QualityPrompts",
     "Verdict",
     "compare",
+    "kl_divergence",
     "log_softmax",
     "make_material",
     "outcome_stamp",
@@ -129,8 +130,20 @@ def compare(full: Floats, other: Floats) -> Comparison:
     for p, q in zip(full, other, strict=True):
         p_logs = log_softmax(p)
         q_logs = log_softmax(q)
-        kl += max(0.0, float(np.sum(np.exp(p_logs) * (p_logs - q_logs))))
+        kl += kl_divergence(p_logs, q_logs)
     return Comparison(kl, int(np.sum(full.argmax(axis=1) == other.argmax(axis=1))), len(full))
+
+
+def kl_divergence(p_logs: npt.NDArray[np.float64], q_logs: npt.NDArray[np.float64]) -> float:
+    """Return KL(p || q) in nats from log probabilities, float64 [vocab_size].
+
+    It is infinite if a token is possible in p and impossible in q, or if an input is NaN.
+    """
+    possible = p_logs != -np.inf  # an impossible token contributes 0
+    p_logs = p_logs[possible]
+    kl = float(np.sum(np.exp(p_logs) * (p_logs - q_logs[possible])))
+    # Rounding can make the sum of equal distributions slightly negative.
+    return np.inf if np.isnan(kl) else max(0.0, kl)
 
 
 def log_softmax(row: Floats) -> npt.NDArray[np.float64]:

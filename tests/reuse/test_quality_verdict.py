@@ -46,6 +46,21 @@ def test_extreme_logits_give_a_finite_kl():
     assert np.isfinite(compare(full, -full).mean_kl)
 
 
+def test_impossible_tokens_count():
+    """A logit of -inf, as of tokens that pad a vocabulary, contributes nothing to KL(p || q). An
+    impossible token that the full computation predicts makes it infinite.
+    """
+    never = -np.inf
+    full = np.array([[1, 2, never], [0.5, 3, never]], np.float32)
+    other = np.array([[2, 1, never], [2.5, 0, never]], np.float32)
+    found = compare(full, other)
+    assert found.kl == pytest.approx(compare(full[:, :2], other[:, :2]).kl)
+    assert found.kl > 1
+    assert compare(full, np.array([[1, never, 0], [1, 1, 1]], np.float32)).kl == np.inf
+    assert compare(full, np.full_like(full, np.nan)).kl == np.inf
+    assert compare(np.full_like(full, np.nan), full).kl == np.inf
+
+
 @pytest.mark.parametrize(
     ("reuse", "order", "passed"),
     [(0.1, 0.1, True), (0.11, 0.1, False), (0.0009, 0.0, True), (0.0011, 0.0, False)],
