@@ -636,5 +636,6 @@ def test_the_draft_tokens_of_an_answer_are_shown(tiny_model_dir, printed, answer
     assert set(counts) == {"num_drafts", "drafted_tokens", "accepted_by_position"}
     assert sum(counts["accepted_by_position"]) > 0
     line = " ".join(printed(*argv).err.split())
-    shown = f" · {result['accepted_tokens']} of {result['drafted_tokens']} draft tokens accepted · "
-    assert shown in line
+    # The number of draft tokens depends on measured times.
+    (shown,) = re.findall(r" per second · (\d+) of (\d+) draft tokens accepted · ", line)
+    assert 0 < int(shown[0]) <= int(shown[1])

@@ -8,6 +8,7 @@ from kvboost_edge.cli.render import (
     MAX_CELLS,
     STATES,
     block_map,
+    draft_words,
     pool_panel,
     reuse_words,
     tokens_words,
@@ -91,4 +92,7 @@ def test_span_reuse_is_labelled_approximate():
 
 def test_token_counts_have_singular_and_plural():
     assert [tokens_words(number) for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
+    assert draft_words(0, 0) == []
+    assert draft_words(1, 0) == ["0 of 1 draft token accepted"]
+    assert draft_words(92, 70) == ["70 of 92 draft tokens accepted"]
     assert reuse_words(1, 0, {}, 0, 0) == "1 prompt token, 0 from the cache"
