@@ -437,7 +437,8 @@ def generate(
     "In the chat: /reset starts a new conversation, /drop removes the oldest turn, /save FILE "
     "saves the conversation, /stats shows the block pool, /help shows the commands, /quit (also "
     "/exit, /bye, Ctrl-D) exits. Ctrl-C stops an answer and keeps the part received, or clears the "
-    "line."
+    "line. If an error, such as the server's time limit, ends an answer, the part received is kept "
+    "too."
 )
 def chat(
     model: Annotated[
