@@ -3,6 +3,7 @@ engine, and of rejected input.
 """
 
 import base64
+from functools import partial
 
 import numpy as np
 import ollama
@@ -144,6 +145,32 @@ def test_ollamas_truncate_cuts_off_the_end_of_long_texts(server, client):
     for refused in ({}, {"truncate": False}):
         answer = client.post("/api/embed", json={**body, **refused})
         assert (answer.status_code, "context of 2048" in answer.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("save", "num_end"), [(partial(save_tiny_checkpoint, "qwen3"), 0), (save_two_way_model, 1)]
+)
+def test_ollamas_truncate_cuts_texts_to_a_pool_smaller_than_the_context(tmp_path, save, num_end):
+    with (
+        CPUPagedEngine.from_pretrained(
+            save(tmp_path), **ENGINE_OPTIONS | {"num_blocks": 4}
+        ) as engine,
+        serving(engine) as server,
+        server.client() as client,
+    ):
+        ids = engine.tokenizer.encode(TEXTS[1])
+        end = ids[len(ids) - num_end :]  # the token that the tokenizer adds
+        size = 4 * engine.config.block_size
+        assert size < len(ids) < engine.runner_info.max_context
+        body = {"model": name_of(server), "input": [TEXTS[1], "x"]}
+        for num_ctx, length in ((None, size), (20, 20), (10_000, size)):
+            cut = {**body, "truncate": True, "options": {"num_ctx": num_ctx}}
+            answer = client.post("/api/embed", json=cut)
+            assert answer.status_code == 200, answer.text
+            expected = engine.embed([ids[: length - num_end] + end, "x"])
+            assert (np.array(answer.json()["embeddings"], np.float32) == expected).all()
+        answer = client.post("/api/embed", json=body)
+        assert (answer.status_code, "the pool has only 4" in answer.json()["error"]) == (400, True)
 
 
 def test_truncated_texts_keep_the_tokens_that_the_tokenizer_adds(tmp_path):

@@ -116,13 +116,13 @@ async def embed(request: Request, body: OllamaEmbed) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         log_reduced_context(body.chosen, state.engine)
         started = time.perf_counter()
-        context = state.engine.runner_info.max_context
+        most = min(state.engine.runner_info.max_context, state.admission.pool_tokens)
         vectors, results = await embed_inputs(
             state,
             request,
             body.input,
             body.dimensions or None,
-            limit=min(context, body.chosen.num_ctx or context) if body.truncate else None,
+            limit=min(most, body.chosen.num_ctx or most) if body.truncate else None,
         )
         waited = load_seconds_of(request)
         total = waited + time.perf_counter() - started

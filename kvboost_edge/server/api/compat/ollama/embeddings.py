@@ -59,8 +59,8 @@ class OllamaEmbed(ModelRequest):
     truncate: bool | None = Field(
         None,
         description=(
-            "Cut off the end of a text that exceeds the context, or num_ctx of the options. By "
-            "default, a text that exceeds the context is an error."
+            "Cut off the end of a text that exceeds the context, the KV cache, or num_ctx of the "
+            "options. By default, a text that exceeds the context or the KV cache is an error."
         ),
     )
     dimensions: Annotated[int, bounded("ollama_dimensions")] | None = Field(
