@@ -108,6 +108,7 @@ class EngineParts:
         memory_report: memory use by owner, such as weights and pool.
         backend_reason: why this backend was chosen.
         max_num_seqs: maximum number of sequences that run at the same time.
+        names: names of the model in its path and files, some of them empty.
         tiers: offload tiers, fastest first.
         pooling: pooling of an embedding model.
         dense: matrices that an embedding model applies after pooling.
@@ -127,6 +128,7 @@ class EngineParts:
     memory_report: MemoryReport
     backend_reason: str
     max_num_seqs: int
+    names: tuple[str, ...] = ()
     tiers: tuple[Tier, ...] = ()
     pooling: Pooling = UNSAID
     dense: Matrices = ()
@@ -205,6 +207,7 @@ def build_from_path(
     )
     return dataclasses.replace(
         parts,
+        names=(model_name(checkpoint.path), checkpoint.declared_name),
         pooling=pooling,
         dense=dense,
         suppressed=defaults.suppressed_token_ids,
@@ -403,6 +406,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     parts = _assemble(config, choice, runner, text, eos_ids, fingerprint, budget=_MemoryBudget())
     return dataclasses.replace(
         parts,
+        names=(str(getattr(model.config, "_name_or_path", "")),),
         suppressed=defaults.suppressed_token_ids,
         sampling=sampling_defaults(defaults.sampling, config),
     )

@@ -260,6 +260,11 @@ class Checkpoint(abc.ABC):
         return {}
 
     @property
+    def declared_name(self) -> str:
+        """The model's name in its files, or "" if they do not contain it."""
+        return str(self.config.get("_name_or_path") or "")
+
+    @property
     def pooling(self) -> Pooling:
         """Pooling of an embedding model; `UNSAID` for other models."""
         return UNSAID
@@ -470,6 +475,10 @@ class _GgufFile(Checkpoint):
     def is_quantized(self) -> bool:
         with self.open_source() as source:
             return is_quantized(source)
+
+    @property
+    def declared_name(self) -> str:
+        return str(self._header.values.get("general.name") or "")
 
     @property
     def pooling(self) -> Pooling:

@@ -177,3 +177,9 @@ def test_a_directory_changed_after_its_fingerprint_is_detected(model_dir, tmp_pa
         checkpoint.fingerprint(cache_dir=tmp_path / "cache") == first
     )  # of the bytes that were read
     assert Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path / "cache") != first
+
+
+def test_the_declared_name_comes_from_the_files(model_dir, gguf, tmp_path):
+    assert Checkpoint.open(gguf).declared_name == ""
+    named = write_gguf(model_dir, tmp_path / "n.gguf", general={"general.name": "My Reranker"})
+    assert Checkpoint.open(named).declared_name == "My Reranker"

@@ -48,7 +48,8 @@ class Embedding:
         self._parts = parts
         self._builder = builder
         self._calls = calls
-        self._has_warned = False
+        self._is_reranker = any("rerank" in name.lower() for name in parts.names)
+        self._warned: set[str] = set()
         # Submit twice as many requests as run at a time, so that one is always waiting for a free
         # slot.
         self._window = 2 * parts.max_num_seqs
@@ -72,7 +73,10 @@ class Embedding:
             raise RequestError(f"normalize={normalize!r} must be True or False")
         handles, terms = _terms_of(options)
         if not self.pooling.source:
-            self._warn()
+            self._warn_once(
+                "the model's files do not name the pooling method, so the last token is used "
+                "(pooling 'last'); embeddings are poor if the model was not trained for this"
+            )
         starts_at_0 = self.pooling.kind == "mean"
         requests = [
             self._request(text, f"input {number}", terms, 0 if starts_at_0 else -1)
@@ -86,6 +90,11 @@ class Embedding:
     def rerank(self, query: str, documents: Sequence[str], options: dict[str, Any]) -> list[float]:
         """Implement `Embeds.rerank`."""
         yes, no = self._answer_ids()
+        if not self._is_reranker:
+            self._warn_once(
+                "neither the model's path nor its files contain the word 'rerank'; scores are poor "
+                "if the model was not trained on Qwen3-Reranker's prompt"
+            )
         instruction = options.pop("instruction", _RERANK_INSTRUCTION)
         handles, terms = _terms_of(options)
         for name, text in (("query", query), ("instruction", instruction)):
@@ -152,14 +161,11 @@ class Embedding:
         except RequestError as error:
             raise RequestError(f"{name}: {error}") from error
 
-    def _warn(self) -> None:
-        """Warn once per engine that the model is not an embedding model."""
-        if not self._has_warned:
-            self._has_warned = True
-            _LOG.warning(
-                "the model's files do not name the pooling method, so the last token is used "
-                "(pooling 'last'); embeddings are poor if the model was not trained for this"
-            )
+    def _warn_once(self, message: str) -> None:
+        """Log a warning, once per engine."""
+        if message not in self._warned:
+            self._warned.add(message)
+            _LOG.warning(message)
 
 
 class Embeds:
@@ -207,7 +213,8 @@ class Embeds:
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
         """Return a score in [0, 1] for how well each document answers the query.
 
-        The score is the probability of "yes" relative to "no" after Qwen3-Reranker's prompt.
+        The score is the probability of "yes" relative to "no" after Qwen3-Reranker's prompt. A
+        warning is logged if neither the model's path nor its files call it a reranker.
 
         Args:
             query: The question.

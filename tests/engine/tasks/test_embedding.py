@@ -2,7 +2,9 @@
 schedule.
 """
 
+import json
 import logging
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -217,7 +219,7 @@ def test_an_empty_list_gives_an_empty_array(engine):
 
 
 @pytest.fixture(scope="module")
-def reranker(tmp_path_factory):
+def reranker_files(tmp_path_factory):
     path = save_tiny_checkpoint(
         "qwen3", tmp_path_factory.mktemp("reranker"), max_position_embeddings=1024
     )
@@ -230,7 +232,12 @@ def reranker(tmp_path_factory):
         [AddedToken(text, normalized=False) for text in ("yes", "no", "<think>", "</think>")]
     )
     tokenizer.save(str(path / "tokenizer.json"))
-    with load(path, num_blocks=256) as engine:
+    return path
+
+
+@pytest.fixture(scope="module")
+def reranker(reranker_files):
+    with load(reranker_files, num_blocks=256) as engine:
         yield engine
 
 
@@ -255,6 +262,24 @@ def test_a_rerank_score_is_the_softmax_of_yes_and_no(reranker):
     found = reranker.rerank("What is the capital?", documents)
     assert found == pytest.approx(expected, abs=1e-9)
     assert reranker.rerank("What is the capital?", documents, mode="baseline") == found
+
+
+@pytest.mark.parametrize(
+    ("directory", "name", "count"),
+    [("chat", None, 1), ("chat", "owner/My-Reranker-0.6B", 0), ("qwen3-RERANKER", None, 0)],
+)
+def test_reranking_with_another_model_warns_once(
+    reranker_files, directory, name, count, tmp_path, caplog
+):
+    path = tmp_path / directory
+    shutil.copytree(reranker_files, path)
+    config = json.loads((path / "config.json").read_text())
+    config["_name_or_path"] = name
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with load(path, num_blocks=64) as engine, caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            engine.rerank("q", ["a"])
+    assert sum("'rerank'" in record.getMessage() for record in caplog.records) == count
 
 
 def test_special_tokens_in_a_document_stay_text(reranker):

@@ -299,7 +299,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool | Mapping[str, Any] | None = True,
     keys: Mapping[str, Any] | None = None,
-    general: Mapping[str, float] | None = None,
+    general: Mapping[str, float | str] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
     dense: bool = True,
@@ -312,7 +312,7 @@ def write_gguf(
         tokenizer: True for the model's own, or keys of another one. None writes a file that
             declares none, as llama.cpp requires.
         keys: other metadata of the architecture, {"attention.scale": 0.5}. None omits a key.
-        general: numbers by complete key, {"general.sampling.temp": 0.5}.
+        general: numbers and texts by complete key, {"general.sampling.temp": 0.5}.
         more: additional F32 tensors. None omits a tensor.
         split: number of tensors per file. Split files are written next to `path`, which is not
             written itself, and the first one is returned.
@@ -334,7 +334,8 @@ def write_gguf(
         }
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
     for key, value in (general or {}).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_int32)(key, value)
+        kinds = {float: writer.add_float32, str: writer.add_string}
+        kinds.get(type(value), writer.add_int32)(key, value)
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
     elif tokenizer:
