@@ -6,6 +6,7 @@ Each command imports its heavy modules when it runs, which keeps `--help` fast.
 from __future__ import annotations
 
 import enum
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -1144,15 +1145,19 @@ def run(argv: list[str] | None = None) -> int:
         typer.echo(f"kvboost-edge: error: {' '.join(str(error).split())}", err=True)
         return exit_code(error)
     except OSError as error:
-        place = error.filename or "the output cannot be written"
-        typer.echo(
-            f"kvboost-edge: error: {place}: {error.strerror or error}; free space, or use another "
-            "file",
-            err=True,
-        )
+        typer.echo(f"kvboost-edge: error: {_os_error_words(error)}", err=True)
         return 1
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     return 0
+
+
+def _os_error_words(error: OSError) -> str:
+    """Format an error of the operating system with the file that it names."""
+    words = error.strerror or str(error) or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = error.filename or "the output cannot be written"
+        return f"{place}: {words}; free space, or use another file"
+    return words if error.filename is None else f"{error.filename}: {words}"

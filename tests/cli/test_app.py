@@ -1,5 +1,6 @@
 """End-to-end tests of the command line on a tiny random model."""
 
+import errno
 import io
 import json
 import re
@@ -114,6 +115,34 @@ def test_a_failure_to_write_is_one_line():
         "kvboost-edge: error: the output cannot be written: No space left on device; free space, "
         "or use another file\n"
     )
+
+
+FULL = "No space left on device"
+QUOTA = "Disk quota exceeded"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENAMETOOLONG, "File name too long", "a"), "a: File name too long"),
+        (OSError(errno.ECONNRESET, "Connection reset by peer"), "Connection reset by peer"),
+        (OSError("no details"), "no details"),
+        (OSError(errno.ENOSPC, FULL, "a"), f"a: {FULL}; free space, or use another file"),
+        (OSError(errno.EDQUOT, QUOTA, "a"), f"a: {QUOTA}; free space, or use another file"),
+    ],
+)
+def test_only_errors_of_a_full_disk_advise_to_free_space(error, line, printed, monkeypatch):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("kvboost_edge.cli.app.app", fail)
+    assert printed(code=1).err == f"kvboost-edge: error: {line}\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="other limits of file names")
+def test_a_model_name_that_is_too_long_for_a_file_is_one_line(refused):
+    name = "x" * 300
+    assert refused("inspect", name, code=1) == f"kvboost-edge: error: {name}: File name too long"
 
 
 def test_generate_streams_text_and_a_summary(tiny_model_dir, printed):
