@@ -113,13 +113,21 @@ def stopped(engine: Engine) -> ApiError:
 
 
 class DeadlineExceeded(ApiError):
-    """504: the request took longer than --request-timeout and was stopped."""
+    """504: the request took longer than --request-timeout and was stopped.
 
-    def __init__(self, seconds: float) -> None:
-        message = (
-            f"the request took longer than {seconds:g} seconds (--request-timeout) and was stopped"
+    Args:
+        seconds: the time limit.
+        in_stream: whether the limit applies to the time since the last part of a stream.
+    """
+
+    def __init__(self, seconds: float, *, in_stream: bool = False) -> None:
+        problem = "the stream paused for more than" if in_stream else "the request took longer than"
+        super().__init__(
+            504,
+            f"{problem} {seconds:g} seconds (--request-timeout) and was stopped; raise the limit. "
+            "The computed part of the prompt stays cached, so a retry continues there",
+            code="deadline_exceeded",
         )
-        super().__init__(504, message, code="deadline_exceeded")
 
 
 class ClientGone(ApiError):

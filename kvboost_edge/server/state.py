@@ -151,7 +151,14 @@ class ModelState:
     def sessions(self) -> SessionStore:
         return self.shared.sessions
 
-    def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Admission:
+    def admit(
+        self,
+        request: Request,
+        num_tokens: int,
+        num_sequences: int = 1,
+        *,
+        streams: bool = False,
+    ) -> Admission:
         """Return an admission to enter with `async with`. The request's body must have been read
         before.
 
@@ -159,6 +166,7 @@ class ModelState:
             request: the HTTP request.
             num_tokens: estimated tokens of prompt and output, before tokenization.
             num_sequences: number of prompts times choices.
+            streams: whether the answer is streamed.
 
         Raises:
             ShuttingDown, EngineStopped, NoReplica: the server accepts no new request (503).
@@ -168,7 +176,9 @@ class ModelState:
             raise stopped(self.engine)
         if self.shared.draining:
             raise ShuttingDown
-        return Admission(self.admission, self.metrics, request, num_tokens, num_sequences)
+        return Admission(
+            self.admission, self.metrics, request, num_tokens, num_sequences, streams=streams
+        )
 
 
 def keep_state(request: Request, state: ModelState) -> None:

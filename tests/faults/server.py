@@ -74,15 +74,23 @@ _REQUESTS = (
     fault(
         "treats a deadline as a delay",
         "server/work/admission.py",
-        (
-            "        self._timer = loop.call_later(\n"
-            "            self.deadline - self._entered, self.cancel, "
-            "DeadlineExceeded(self.timeout)\n"
-            "        )\n"
-        ),
-        "        self._timer = loop.call_later(self.deadline, self.cancel, "
-        "DeadlineExceeded(self.timeout))\n",
+        "call_later(self.deadline - self._entered, self._expire)",
+        "call_later(self.deadline, self._expire)",
         f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
+    ),
+    fault(
+        "ends a stream whose tokens still arrive at the first deadline",
+        "server/api/generation.py",
+        "                admission.progress()\n",
+        "",
+        f"{_ADMISSION}::test_the_deadline_of_a_stream_moves_with_each_token",
+    ),
+    fault(
+        "the engine ends a stream at its first deadline",
+        "server/work/bridge.py",
+        "deadline=None if admission.streams else admission.deadline",
+        "deadline=admission.deadline",
+        f"{_ADMISSION}::test_the_deadline_of_a_stream_moves_with_each_token",
     ),
     fault(
         "does not count the time that a request waits for its model",

@@ -139,7 +139,9 @@ async def _respond_stream(
     state = state_of(request)
     try:
         async with (
-            state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
+            state.admit(
+                request, rendered.estimate, rendered.num_sequences, streams=True
+            ) as admission,
             running(state.engine, rendered, admission) as started,
             record_cache_use(request, admission, rendered, started) as run,
         ):
@@ -218,6 +220,7 @@ async def _stream(
                     if index not in opened and latest[index] is item:
                         writer.wait(index, item)
                     continue
+                admission.progress()
                 if isinstance(item, GenerationResult):
                     finished(admission, item)
                     if not index:

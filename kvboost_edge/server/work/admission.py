@@ -243,6 +243,7 @@ class Admission:
         tenant: tenant of the API key; None without keys.
         weight: scheduling weight of the tenant.
         pin_share: fraction of the pinnable blocks that the tenant may pin, by its weight.
+        streams: whether the answer is streamed. Its deadline then moves with each part of it.
         arrived_at: start of the times in the request's results, in seconds of `time.perf_counter`.
         background: kind of a background request, such as a line of a batch, see the engine's
             `Terms`. It takes no place in the queue, because its sender limits the number in flight.
@@ -255,6 +256,8 @@ class Admission:
         request: Request,
         num_tokens: int,
         num_sequences: int,
+        *,
+        streams: bool = False,
     ) -> None:
         self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
         self.tenant: str | None = self.facts.get("tenant")
@@ -262,6 +265,7 @@ class Admission:
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
         self.background: str | None = self.facts.get("background")
         self.timeout = float(self.facts.get("timeout", queue.request_timeout))
+        self.streams = streams
         self.arrived_at = time.perf_counter()
         # The time spent waiting for the model to load counts towards the deadline.
         self.deadline = (
@@ -279,6 +283,7 @@ class Admission:
         self._group: bytes | None = None
         self._num_observed = 0
         self._entered = 0.0
+        self._has_progressed = False
 
     async def __aenter__(self) -> Admission:
         queue = self._queue
@@ -290,9 +295,7 @@ class Admission:
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
         self._task = asyncio.current_task()
-        self._timer = loop.call_later(
-            self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout)
-        )
+        self._timer = loop.call_later(self.deadline - self._entered, self._expire)
         self._watch = loop.create_task(self._await_disconnect())
         return self
 
@@ -361,6 +364,20 @@ class Admission:
         if self._group is not None:
             self._queue.groups.leave(self._group)
             self._group = None
+
+    def progress(self) -> None:
+        """Extend the deadline of a stream, a part of which is now sent."""
+        if self.streams:
+            self._has_progressed = True
+            self.deadline = time.monotonic() + self.timeout
+
+    def _expire(self) -> None:
+        """Cancel the work, or wait again if the deadline has moved."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.cancel(DeadlineExceeded(self.timeout, in_stream=self._has_progressed))
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left, self._expire)
 
     async def _await_disconnect(self) -> None:
         """Cancel the work when the client disconnects."""

@@ -363,7 +363,8 @@ class EngineBridge:
             tenant=admission.tenant,
             weight=admission.weight,
             background=admission.background,
-            deadline=admission.deadline,
+            # The deadline of a stream moves, so the admission cancels the request instead.
+            deadline=None if admission.streams else admission.deadline,
             pins=prompt.pins,
             pin_share=admission.pin_share,
         )

@@ -174,8 +174,42 @@ def test_a_stream_past_its_deadline_ends_with_an_error_event(tiny_engine, held):
             events = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
         errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
         assert [error["code"] for error in errors] == ["deadline_exceeded"]
+        assert errors[0]["message"].startswith("the stream paused for more than 0.5 seconds")
         held.release()
         wait_until(server.idle, "the work to stop")
+
+
+def test_a_stream_without_a_token_ends_at_its_deadline(tiny_engine, held):
+    with serving(tiny_engine, request_timeout=0.3) as server, server.client() as client:
+        answer = client.post("/v1/completions", json={**TEXT, "stream": True})
+        assert answer.status_code == 504
+        assert answer.json()["error"]["message"].startswith("the request took longer than 0.3 s")
+        held.release()
+        wait_until(server.idle, "the work to stop")
+
+
+def test_the_deadline_of_a_stream_moves_with_each_token(tiny_engine, held, monkeypatch):
+    terms = []
+    submit = tiny_engine.submit
+    monkeypatch.setattr(
+        tiny_engine, "submit", lambda *a, **kw: terms.append(kw["terms"]) or submit(*a, **kw)
+    )
+    with serving(tiny_engine) as server, server.client() as client:
+        held.step(3)
+        with client.stream("POST", "/v1/completions", json={**TEXT, "stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            wait_until(lambda: held.steps == 4, "the model to stand still")
+            (admission,) = server.state.admission.admitted
+            before = admission.deadline
+            # The first timer, which was set before the deadline moved, must not end the stream.
+            server.server.servers[0].get_loop().call_soon_threadsafe(admission._expire)
+            held.step()
+            wait_until(lambda: admission.deadline > before, "the deadline to move")
+            held.release()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        wait_until(server.idle, "the work to stop")
+    assert [one.deadline for one in terms] == [None], "the engine would end the stream"
 
 
 def test_a_disconnect_while_queued_stops_the_request(tiny_engine, held):
@@ -461,8 +495,8 @@ def test_a_finished_request_is_freed_without_the_garbage_collector(
     admissions = []
     begin = Admission.__init__
 
-    def noted(self, *arguments):
-        begin(self, *arguments)
+    def noted(self, *arguments, **options):
+        begin(self, *arguments, **options)
         admissions.append(weakref.ref(self))
 
     monkeypatch.setattr(Admission, "__init__", noted)
