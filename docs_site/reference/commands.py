@@ -38,7 +38,8 @@ fish and PowerShell. `kvboost-edge --show-completion` prints the script instead.
 _MORE = {
     "bench": "See [measure speed](how-to/benchmark.md).",
     "cache": "See [inspect and clean up](disk_tier.md#inspect-and-clean-up).",
-    "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`.",
+    "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`. If input "
+    "is piped, the exit code is 1 if a turn failed.",
     "doctor": "See [models](models.md).",
     "generate": "See [structured output](structured.md) for `--json-schema` and `--grammar`.",
     "kernels": "See [start faster](how-to/startup.md).",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -231,7 +232,11 @@ def _show_calls(answer: RemoteAnswer, console: Console) -> None:
 
 
 class _Conversation:
-    """Messages so far, and the last user message if the engine or server rejected it."""
+    """Messages so far, and the last user message if the engine or server rejected it.
+
+    Attributes:
+        has_failed: Whether a turn ended with an error.
+    """
 
     def __init__(self, partner: _Partner, console: Console, opening: _Opening) -> None:
         self._partner = partner
@@ -239,6 +244,7 @@ class _Conversation:
         self._opening = opening.system
         self._messages = list(opening.messages)
         self._refused = ""
+        self.has_failed = False
         if partner.session is not None:
             turns = counted(len(self._turns()), "turn", "turns")
             console.print(f"session {partner.session.name}: {turns}", style="dim")
@@ -255,6 +261,7 @@ class _Conversation:
         try:
             figures = self._partner.reply(turn, message, self._write)
         except KVBoostError as error:
+            self.has_failed = True
             if message["content"].strip():
                 self._console.print()
                 print(
@@ -345,14 +352,18 @@ class _Conversation:
 
 
 def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
-    """Read user messages until the end of input."""
+    """Read user messages until the end of input.
+
+    Raises:
+        typer.Exit: A turn ended with an error, and the input is piped.
+    """
     conversation = _Conversation(partner, console, opening)
     console.print(_HELP, style="dim")
     lines = Lines(console, "you ›", "bold cyan")
     while (line := _read_line(lines, console)) is not None:
         command, _, argument = line.partition(" ")
         if command in ("/quit", "/exit", "/bye"):
-            return
+            break
         if command == "/reset":
             conversation.reset()
         elif command == "/drop":
@@ -370,6 +381,8 @@ def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
             console.print(_HELP, style="dim")
         elif line:
             conversation.take(line)
+    if conversation.has_failed and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
 def _read_line(lines: Lines, console: Console) -> str | None:

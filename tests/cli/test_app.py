@@ -290,7 +290,7 @@ def test_chat_names_an_unknown_command_and_ends(leave, tiny_model_dir, printed, 
 
 def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
     typed("x" * 600 + "\nHi\n")
-    out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
+    out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL, code=1)
     assert "refused" in err
     assert out.count("from the cache") == 1
 
@@ -302,7 +302,7 @@ def test_a_chat_that_outgrows_the_pool_continues(tiny_model_dir, tmp_path, print
     typed(f"/drop\n{long}1\n{long}2\n{long}3\n/save {file}\n/drop 9\n/drop\n{long}4\n/drop\n")
     options = ("-n", "4", "--temperature", "0", "--system", "Hi", "-o", "num_blocks=6")
     options += ("-o", "dtype=float32")
-    out, err = printed("chat", "-m", tiny_model_dir, *options)
+    out, err = printed("chat", "-m", tiny_model_dir, *options, code=1)
     assert re.findall(r"(\d+) prompt tokens", out) == ["38", "67", "67", "67"]
     said = re.findall(r"^(?:/drop|this turn was refused: the request needs 7 blocks).*", err, re.M)
     assert [text.partition(";")[0].partition(" (")[0] for text in said] == [

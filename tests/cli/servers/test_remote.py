@@ -362,7 +362,7 @@ ERROR = {"error": {"message": "the deadline has passed"}}
 def test_a_remote_answer_that_ends_with_an_error_is_kept(server, typed, printed):
     server.events = [delta(reasoning_content="Hm"), chunk("Hel"), chunk("lo"), ERROR]
     typed("Hi\nGo on\n")
-    err = printed("chat", "--url", server.url).err
+    err = printed("chat", "--url", server.url, code=1).err
     said = {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
     assert server.bodies[-1]["messages"] == [
         {"role": "user", "content": "Hi"},
@@ -376,7 +376,7 @@ def test_a_remote_answer_that_ends_with_an_error_is_kept(server, typed, printed)
 def test_a_remote_turn_without_a_part_of_the_answer_is_removed(server, typed, printed, first):
     server.events = [*first, ERROR]
     typed("Hi\nAgain\n")
-    assert printed("chat", "--url", server.url).err.count("this turn was refused: ") == 2
+    assert printed("chat", "--url", server.url, code=1).err.count("this turn was refused: ") == 2
     assert server.bodies[-1]["messages"] == [{"role": "user", "content": "Again"}]
 
 
