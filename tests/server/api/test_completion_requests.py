@@ -254,6 +254,7 @@ def test_openai_client_raises_its_own_exceptions(client):
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model=MODEL, prompt="x", suffix="y")
     assert bad.value.param == "suffix"
+    assert "use /infill, or put the model's infill tokens into the prompt" in bad.value.message
     with pytest.raises(openai.BadRequestError) as long:
         client.completions.create(model=MODEL, prompt="x", max_tokens=100_000)
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "max_tokens")

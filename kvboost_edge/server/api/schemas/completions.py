@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.api.bounds import COUNTS, bounded
 from kvboost_edge.server.api.schemas.shared import (
-    NotBuilt,
     SamplingFields,
     check_token_ids,
     is_text,
@@ -83,6 +82,14 @@ Prompts = Annotated[
 ]
 
 
+def _refuse_suffix(value: Any) -> None:
+    if value is not None:
+        raise field_error(
+            "not_built",
+            "not supported; use /infill, or put the model's infill tokens into the prompt",
+        )
+
+
 class CompletionRequest(SamplingFields):
     """Body of /v1/completions: one or more prompts to continue.
 
@@ -99,7 +106,7 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = Field(
         True, description="Put the tokenizer's BOS token before text prompts."
     )
-    suffix: NotBuilt = None
+    suffix: Annotated[None, BeforeValidator(_refuse_suffix)] = None
 
     def check_together(self) -> None:
         super().check_together()
