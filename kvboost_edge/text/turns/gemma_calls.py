@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
@@ -445,16 +446,22 @@ def _is_of(value: object, types: list[Any]) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether a value is a number that JSON can represent, so neither infinite nor NaN."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_within(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether the bounds of numbers and of lists allow a value."""
+    """Return whether the bounds of numbers and of lists allow a value.
+
+    They allow no number that is infinite or NaN.
+    """
     if isinstance(value, list):
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         return least <= len(value) and (most is None or len(value) <= most)
     if not _is_number(value):
-        return True
+        return not isinstance(value, float)
     number = Decimal(str(value))
     bounds = {key: Decimal(str(schema[key])) for key in _OF_NUMBERS if key in schema}
     return (

@@ -5,6 +5,7 @@ unescaped.
 import contextlib
 import functools
 import json
+import math
 
 import jsonschema_rs
 import pytest
@@ -234,6 +235,11 @@ WRONG = [
     ({"const": 1, "enum": [2]}, "no value"),
     ({"enum": [1], "minimum": "0"}, "'minimum' cannot be"),
     ({"enum": [1], "multipleOf": 0}, "'multipleOf' cannot be 0"),
+    ({"enum": [1, 2], "minimum": math.nan}, "'minimum' cannot be NaN"),
+    ({"enum": [1, 2], "multipleOf": math.inf}, "'multipleOf' cannot be Infinity"),
+    ({"enum": [1, "x"], "maximum": 10**400, "minimum": -math.inf}, "'minimum' cannot be -Infinity"),
+    ({"enum": [math.inf], "multipleOf": 1}, "no value"),
+    ({"const": math.nan}, "no value"),
     ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "'allOf'"),
     ({"enum": ['a<|"|>b']}, "ends a string"),
     ({"properties": {"a:b": {}}}, "'a:b'"),
@@ -259,6 +265,16 @@ def test_unsupported_schemas_are_refused_by_name(schema, word):
         grammar(shaped({"a": schema}), False)
     assert word in str(refused.value)
     assert "'f'" in str(refused.value)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"multipleOf": 1}, {"minimum": 1}])
+def test_numbers_that_json_cannot_represent_are_not_choices(bounds):
+    schema = shaped({"a": {"enum": [math.inf, -math.inf, math.nan, 2], **bounds}}, "a")
+    two = written("gemma4", [("f", {"a": 2})])
+    assert two.count("2") == 1
+    assert takes(schema, two, False)
+    for other in ("Infinity", "-Infinity", "NaN"):
+        assert not takes(schema, two.replace("2", other), False)
 
 
 WORDS = st.sampled_from(
