@@ -118,8 +118,15 @@ FAULTS = (
     fault(
         "never splits lexemes of GBNF grammars",
         "engine/grammar/gbnf_lexemes.py",
-        "wrong = units.wrong_lexemes()",
-        "wrong = list[Node]()",
+        "wrong := _Units(grammar).wrong_lexemes()",
+        "wrong := list[Node]()",
+        "tests/engine/grammar/test_gbnf.py",
+    ),
+    fault(
+        "analyses GBNF grammars without a limit on the work",
+        "engine/grammar/gbnf_lexemes.py",
+        "        if self._left < 0:\n",
+        "        if self._left < -(10**12):\n",
         "tests/engine/grammar/test_gbnf.py",
     ),
     fault(

@@ -4,7 +4,7 @@ llguidance matches lexemes with a lexer, which takes the longest match, while ll
 single characters. The largest parts without recursion become lexemes. If the longest match of one
 could be wrong, because it or another lexeme may go on where the text that follows it begins, a
 lexeme is split into smaller ones. Lexemes of one character are always right, but each takes a
-parser step.
+parser step. If the analysis takes too much work, all lexemes are split.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvboost_edge.engine.grammar.gbnf import (
     Alt,
     Chars,
     Node,
-    Ranges,
     Ref,
     Repeat,
     Seq,
@@ -29,12 +29,16 @@ from kvboost_edge.engine.grammar.gbnf import (
 
 __all__ = ["LarkGrammar", "lark_of_gbnf"]
 
+# The work of an analysis is counted in steps of 0.1 to 0.4 microseconds. A step on a large set of
+# bits counts as several, which also limits the memory that the sets take.
+_MOST_WORK = 5_000_000
+_STEP_BITS = 11  # binary logarithm of the number of bits that add one to the count
+_STORED = 8  # a set that stays in memory counts as so many times its size
 # Limits of the analysis. Above them, lexemes count as ambiguous.
 _MOST_POSITIONS = 400
 _MOST_COPIES = 40  # of a counted repetition; above, it counts as unbounded
 _MOST_DEPTH = 100
 _MOST_STATES = 4_000
-_MOST_ROUNDS = 40
 _MOST_LEXEMES = 1_500
 _FEW_CHARS = 8  # a lexeme of one of so few characters makes no mask slow
 _ANY_BYTE = (1 << 256) - 1
@@ -59,42 +63,38 @@ def lark_of_gbnf(text: str) -> LarkGrammar:
     Raises:
         RequestError: The grammar is invalid.
     """
-    rules = read_gbnf(text)
-    regular = _regular_rules(rules)
-    rules = [_grouped(node, regular) for node in rules]
-    grammar = _Lexemes(rules, regular)
-    for _ in range(_MOST_ROUNDS):
-        units = _Units(grammar)
-        wrong = units.wrong_lexemes()
-        if not wrong:
-            break
-        for node in wrong:
-            grammar.split(node)
-    else:
-        for rule in rules:
-            _split_all(rule)
-        units = _Units(grammar)
-    return LarkGrammar(_lark(grammar), any(map(_is_wide, units.lexemes)))
+    grammar = _Lexemes(read_gbnf(text))
+    try:
+        while wrong := _Units(grammar).wrong_lexemes():
+            for node in wrong:
+                grammar.split(node)
+    except _WorkSpent:
+        grammar.split_all()
+    return _lark(grammar)
 
 
-def _regular_rules(rules: Sequence[Node]) -> dict[int, _Size]:
-    """Return the rules that neither contain nor refer to a recursion, with their sizes."""
-    refs = [{node.rule for node in _walk(rule) if isinstance(node, Ref)} for rule in rules]
-    users: list[list[int]] = [[] for _ in rules]
-    for number, each in enumerate(refs):
-        for used in each:
-            users[used].append(number)
-    left = [len(each) for each in refs]
-    ready = [number for number, count in enumerate(left) if not count]
-    found: dict[int, _Size] = {}
-    while ready:
-        number = ready.pop()
-        found[number] = _size_of(rules[number], found)
-        for user in users[number]:
-            left[user] -= 1
-            if not left[user]:
-                ready.append(user)
-    return found
+class _WorkSpent(Exception):
+    """An analysis needs more work than allowed."""
+
+
+class _Work:
+    """A limit on the work of an analysis."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_WORK
+
+    def add(self, num_steps: int, num_bits: int = 0) -> None:
+        """Count steps.
+
+        Args:
+            num_bits: size of the sets that each step handles, in bits.
+
+        Raises:
+            _WorkSpent: There are too many steps.
+        """
+        self._left -= num_steps * (1 + (num_bits >> _STEP_BITS))
+        if self._left < 0:
+            raise _WorkSpent
 
 
 class _Size(NamedTuple):
@@ -111,25 +111,7 @@ class _Size(NamedTuple):
     may_be_empty: bool
 
 
-def _size_of(node: Node, rules: Mapping[int, _Size]) -> _Size:
-    if isinstance(node, Ref):
-        found = rules[node.rule]
-        return found._replace(depth=found.depth + 1)
-    if isinstance(node, Chars):
-        return _Size(1, 1, False)
-    if isinstance(node, Text):
-        return _Size(len(node.text), 1, not node.text)
-    parts = [_size_of(part, rules) for part in _parts(node)]
-    is_empty = [part.may_be_empty for part in parts]
-    copies = 1
-    if isinstance(node, Repeat):
-        is_empty.append(node.least == 0)
-        copies = _copies(node)
-    return _Size(
-        copies * sum(part.positions for part in parts),
-        1 + max((part.depth for part in parts), default=0),
-        any(is_empty) if isinstance(node, (Alt, Repeat)) else all(is_empty),
-    )
+_ONE_CHAR = _Size(1, 1, False)
 
 
 def _copies(node: Repeat) -> int:
@@ -140,69 +122,118 @@ def _copies(node: Repeat) -> int:
 
 
 def _walk(node: Node) -> Iterator[Node]:
-    yield node
-    for part in _parts(node):
-        yield from _walk(part)
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        yield node
+        todo += _parts(node)
 
 
-def _parts(node: Node) -> list[Node]:
+def _parts(node: Node) -> Sequence[Node]:
     if isinstance(node, (Seq, Alt)):
         return node.parts
     return [node.part] if isinstance(node, Repeat) else []
 
 
-def _is_regular(node: Node, regular: Mapping[int, _Size]) -> bool:
-    return all(each.rule in regular for each in _walk(node) if isinstance(each, Ref))
-
-
-def _grouped(node: Node, regular: Mapping[int, _Size]) -> Node:
-    """Put regular parts that belong together into one node."""
-    if _is_regular(node, regular):
-        return node
-    if isinstance(node, Repeat):
-        return Repeat(_grouped(node.part, regular), node.least, node.most)
-    if isinstance(node, Alt):
-        kept = [part for part in node.parts if _is_regular(part, regular)]
-        others = [_grouped(part, regular) for part in node.parts if not _is_regular(part, regular)]
-        return Alt([*([Alt(kept)] if len(kept) > 1 else kept), *others])
-    if isinstance(node, Seq):
-        parts: list[Node] = []
-        run: list[Node] = []
-        for part in [*node.parts, None]:
-            if part is not None and _is_regular(part, regular):
-                run.append(part)
-                continue
-            if run:
-                parts.append(Seq(run) if len(run) > 1 else run[0])
-                run = []
-            if part is not None:
-                parts.append(_grouped(part, regular))
-        return Seq(parts)
-    return node
-
-
-def _split_all(node: Node) -> None:
-    for each in _walk(node):
-        each.is_split = not isinstance(each, Chars)
-
-
 class _Lexemes:
-    """The rules and which of their parts are lexemes."""
+    """The rules and which of their parts are lexemes.
 
-    def __init__(self, rules: Sequence[Node], regular: Mapping[int, _Size]) -> None:
+    Attributes:
+        rules: the rules. Their parts that are not split are lexemes.
+        work: limit on the work of the analysis.
+    """
+
+    def __init__(self, rules: Sequence[Node]) -> None:
         self.rules = rules
-        self.regular = regular
-        self._is_whole: dict[Node, bool] = {}
+        self.work = _Work()
+        self._sizes: dict[Node, _Size] = {}  # of the parts that contain no recursion
         self._automata: dict[Node, _Automaton] = {}
         self._known: dict[tuple[Node, int], bool] = {}
+        self._measure_rules()
+        self.rules = [self._grouped(rule) for rule in rules]
 
-    def is_lexeme(self, node: Node) -> bool:
-        """Return whether the node is not split. Its parents must be split or irregular."""
-        if node.is_split:
-            return False
-        if node not in self._is_whole:
-            self._is_whole[node] = _is_regular(node, self.regular)
-        return self._is_whole[node]
+    def _measure_rules(self) -> None:
+        """Measure the parts that neither contain nor refer to a recursion."""
+        refs = [{node.rule for node in _walk(rule) if isinstance(node, Ref)} for rule in self.rules]
+        users: list[list[int]] = [[] for _ in refs]
+        for number, each in enumerate(refs):
+            for used in each:
+                users[used].append(number)
+        left = [len(each) for each in refs]
+        ready = [number for number, count in enumerate(left) if not count]
+        while ready:
+            number = ready.pop()
+            self._measure(self.rules[number])
+            for user in users[number]:
+                left[user] -= 1
+                if not left[user]:
+                    ready.append(user)
+        for number, count in enumerate(left):
+            if count:
+                self._measure(self.rules[number])
+
+    def _measure(self, node: Node) -> bool:
+        """Measure a node and its parts, and return whether the node contains no recursion."""
+        known = [self._measure(part) for part in _parts(node)]
+        if all(known) and not (isinstance(node, Ref) and self.rules[node.rule] not in self._sizes):
+            self._set_size(node)
+        return node in self._sizes
+
+    def _set_size(self, node: Node) -> None:
+        """Derive a node's size from those of its parts."""
+        if isinstance(node, Ref):
+            size = self._sizes[self.rules[node.rule]]
+            self._sizes[node] = size._replace(depth=size.depth + 1)
+            return
+        if isinstance(node, Text):
+            self._sizes[node] = _Size(len(node.text), 1, not node.text)
+            return
+        if isinstance(node, Chars):
+            self._sizes[node] = _ONE_CHAR
+            return
+        parts = [self._sizes[part] for part in _parts(node)]
+        is_empty = [part.may_be_empty for part in parts]
+        copies = 1
+        if isinstance(node, Repeat):
+            is_empty.append(node.least == 0)
+            copies = _copies(node)
+        self._sizes[node] = _Size(
+            min(copies * sum(part.positions for part in parts), _MOST_POSITIONS + 1),
+            1 + max((part.depth for part in parts), default=0),
+            any(is_empty) if isinstance(node, (Alt, Repeat)) else all(is_empty),
+        )
+
+    def _grouped(self, node: Node) -> Node:
+        """Put parts without recursion that belong together into one node, and split the others."""
+        if node in self._sizes:
+            return node
+        if isinstance(node, Repeat):
+            return Repeat(self._grouped(node.part), node.least, node.most, is_split=True)
+        if isinstance(node, Alt):
+            kept = [part for part in node.parts if part in self._sizes]
+            others = [self._grouped(part) for part in node.parts if part not in self._sizes]
+            return Alt([*([self._group(Alt, kept)] if kept else []), *others], is_split=True)
+        if isinstance(node, Seq):
+            parts: list[Node] = []
+            for is_kept, run in itertools.groupby(node.parts, self._sizes.__contains__):
+                each = list(run)
+                parts += [self._group(Seq, each)] if is_kept else map(self._grouped, each)
+            return Seq(parts, is_split=True)
+        node.is_split = True
+        return node
+
+    def _group(self, kind: type[Seq | Alt], parts: list[Node]) -> Node:
+        if len(parts) == 1:
+            return parts[0]
+        node = kind(parts)
+        self._set_size(node)
+        return node
+
+    def split_all(self) -> None:
+        """Leave only lexemes of one character."""
+        for rule in self.rules:
+            for node in _walk(rule):
+                node.is_split = not isinstance(node, Chars)
 
     def split(self, node: Node) -> None:
         """Turn a lexeme into a rule of smaller lexemes."""
@@ -222,14 +253,16 @@ class _Lexemes:
         while first < last and self._may_be_empty(node.parts[first]):
             first += 1
         if 1 < last - first < len(node.parts):
-            node.parts[first:last] = [Seq(node.parts[first:last])]
+            node.parts[first:last] = [self._group(Seq, node.parts[first:last])]
 
     def _may_be_empty(self, node: Node) -> bool:
-        return _size_of(node, self.regular).may_be_empty
+        return self._sizes[node].may_be_empty
 
     def automaton(self, node: Node) -> _Automaton:
         if node not in self._automata:
-            self._automata[node] = _Automaton(self.rules, node, self.regular)
+            # The characters of a split literal have no size yet.
+            size = self._sizes.get(node, _ONE_CHAR)
+            self._automata[node] = _Automaton(self.rules, node, size, self.work)
         return self._automata[node]
 
     def larger(self, a: Node, b: Node) -> list[Node]:
@@ -241,7 +274,7 @@ class _Lexemes:
         """Return whether a match may go on with a byte that may also follow it."""
         key = (node, follow)
         if key not in self._known:
-            scan = _Scan([self.automaton(node)])
+            scan = _Scan([self.automaton(node)], self.work)
             found = any(True for _ in scan.ambiguous(1, [follow]))
             self._known[key] = found or scan.is_exhausted
         return self._known[key]
@@ -275,6 +308,7 @@ class _Units:
 
     def __init__(self, grammar: _Lexemes) -> None:
         self._grammar = grammar
+        self._work = grammar.work
         self._places: dict[Node, int] = {}
         self._rules: dict[int, _Spots] = {}
         self._users: dict[int, set[int]] = {0: set()}
@@ -285,12 +319,14 @@ class _Units:
 
     def wrong_lexemes(self) -> list[Node]:
         """Return lexemes to split because the longest match could be wrong."""
-        nodes = self.lexemes
+        nodes = list(self._places)
         if len(nodes) > _MOST_LEXEMES:
             return [node for node in nodes if not isinstance(node, Chars)]
         automata = [self._grammar.automaton(node) for node in nodes]
+        self._work.add(sum(map(int.bit_count, self._follows)))
         follow = [_union(automata[i].first_bytes for i in _bits(mask)) for mask in self._follows]
         alive = self._alive(automata)
+        self._work.add(sum(map(int.bit_count, alive)))
         suspects = [
             place
             for place, others in enumerate(alive)
@@ -300,6 +336,8 @@ class _Units:
                 for other in _bits(others)
             )
         ]
+        if not suspects:
+            return []
         compared = _bits(_union(alive[place] for place in suspects))
         incomplete = [nodes[place] for place in compared if not automata[place].is_complete]
         if incomplete:
@@ -308,7 +346,7 @@ class _Units:
         for place in suspects:
             if self._grammar.may_go_on(nodes[place], follow[place]):
                 wrong[nodes[place]] = None
-        joint = _Scan(automata)
+        joint = _Scan(automata, self._work)
         for others in {alive[place] for place in suspects}:
             for a, b in joint.ambiguous(others, follow):
                 if alive[a] >> b & 1:
@@ -316,10 +354,6 @@ class _Units:
             if joint.is_exhausted:
                 wrong.update(dict.fromkeys(nodes[place] for place in suspects))
         return [node for node in wrong if not isinstance(node, Chars)]
-
-    @property
-    def lexemes(self) -> list[Node]:
-        return list(self._places)
 
     def _find_places(self) -> None:
         """Assign numbers to the lexemes of all rules that the first rule needs."""
@@ -332,7 +366,8 @@ class _Units:
             stack = [self._grammar.rules[rule]]
             while stack:
                 node = stack.pop()
-                if self._grammar.is_lexeme(node):
+                self._work.add(1)
+                if not node.is_split:
                     self._places.setdefault(node, len(self._places))
                 elif isinstance(node, Ref):
                     todo.append(node.rule)
@@ -342,18 +377,20 @@ class _Units:
 
     def _find_spots(self) -> None:
         """Find the first and last lexemes of all rules, and then the lexemes that follow each."""
-        todo = list(self._rules)
+        todo = dict.fromkeys(self._rules)
         while todo:
-            rule = todo.pop()
+            rule, _ = todo.popitem()
             spots = self._spots(self._grammar.rules[rule], None)
             if spots != self._rules[rule]:
                 self._rules[rule] = spots
-                todo += self._users[rule].difference(todo)
+                self._work.add(len(self._users[rule]))
+                todo.update(dict.fromkeys(self._users[rule]))
         pairs: dict[tuple[int, int], None] = {}
         for rule in self._rules:
             self._spots(self._grammar.rules[rule], pairs)
         self._follows = [0] * len(self._places)
         for last, first in pairs:
+            self._work.add(last.bit_count())
             for place in _bits(last):
                 self._follows[place] |= first
 
@@ -363,7 +400,8 @@ class _Units:
         Args:
             pairs: receives sets of lexemes and the sets that may follow them.
         """
-        if self._grammar.is_lexeme(node):
+        self._work.add(1)
+        if not node.is_split:
             bit = 1 << self._places[node]
             return _Spots(self._grammar.automaton(node).may_be_empty, bit, bit)
         if isinstance(node, Ref):
@@ -396,7 +434,7 @@ class _Units:
             merged = 0
             if node.most is None and node.least <= 1:
                 for part in node.part.parts if isinstance(node.part, Alt) else [node.part]:
-                    if self._grammar.is_lexeme(part) and self._grammar.is_run(part):
+                    if not part.is_split and self._grammar.is_run(part):
                         bit = 1 << self._places[part]
                         merged |= bit
                         pairs[bit, spots.first & ~bit] = None
@@ -413,10 +451,12 @@ class _Units:
         while todo:
             place = todo.pop()
             # Both lexemes may match the same text, so those that follow either are alive together.
+            self._work.add(alive[place].bit_count() + self._follows[place].bit_count())
             after = 0
             for other in _bits(alive[place]):
                 if automata[place].first_bytes & automata[other].first_bytes:
                     after |= self._follows[other]
+            self._work.add(after.bit_count())
             for one in _bits(self._follows[place]):
                 if after & ~alive[one]:
                     alive[one] |= after
@@ -439,11 +479,12 @@ class _Automaton:
         later_bytes: set of bytes that begin its characters after the first.
     """
 
-    def __init__(self, rules: Sequence[Node], node: Node, regular: Mapping[int, _Size]) -> None:
+    def __init__(self, rules: Sequence[Node], node: Node, size: _Size, work: _Work) -> None:
         self.chars: list[Chars] = []
         self.follows: list[int] = []
         self._rules = rules
-        self.size, depth, self.may_be_empty = _size_of(node, regular)
+        self._work = work
+        self.size, depth, self.may_be_empty = size
         self.is_complete = self.size <= _MOST_POSITIONS and depth <= _MOST_DEPTH
         self.first_bytes = self.later_bytes = _ANY_BYTE
         if self.is_complete:
@@ -460,6 +501,7 @@ class _Automaton:
 
     def _add(self, node: Node) -> tuple[bool, int, int]:
         """Add a node's positions and return whether it may be empty, its first and last ones."""
+        self._work.add(5)
         while isinstance(node, Ref):
             node = self._rules[node.rule]
         if isinstance(node, Chars):
@@ -493,6 +535,7 @@ class _Automaton:
         return found
 
     def _position(self, char: Chars) -> tuple[bool, int, int]:
+        self._work.add(1)
         bit = 1 << len(self.chars)
         self.chars.append(char)
         self.follows.append(0)
@@ -508,6 +551,7 @@ class _Automaton:
         return is_empty, first, last
 
     def _connect(self, last: int, first: int) -> None:
+        self._work.add(last.bit_count())
         for i in _bits(last):
             self.follows[i] |= first
 
@@ -519,19 +563,33 @@ class _Scan:
         is_exhausted: True if there were too many states to visit them all.
     """
 
-    def __init__(self, automata: Sequence[_Automaton]) -> None:
+    def __init__(self, automata: Sequence[_Automaton], work: _Work) -> None:
         self.is_exhausted = False
         self._automata = automata
+        self._work = work
         self._starts = [0, *itertools.accumulate(len(each.chars) for each in automata)]
-        masks: dict[Ranges, int] = {}
+        masks: dict[Chars, int] = {}
+        num_bits = self._starts[-1]
+        work.add(num_bits, num_bits)
         for start, automaton in zip(self._starts, automata, strict=False):
             for i, char in enumerate(automaton.chars, start):
-                masks[char.ranges] = masks.get(char.ranges, 0) | 1 << i
-        points = {end for ranges in masks for low, high in ranges for end in (low, high + 1)}
-        self._classes = {
-            _union(mask for ranges, mask in masks.items() if _contains(ranges, point))
-            for point in points
-        }
+                masks[char] = masks.get(char, 0) | 1 << i
+        work.add(2 * sum(len(char.ranges) for char in masks), _STORED * num_bits)
+        ends = [
+            (end, mask)
+            for char, mask in masks.items()
+            for low, high in char.ranges
+            for end in (low, high + 1)
+        ]
+        ends.sort(key=operator.itemgetter(0))
+        # The positions of each class of characters that the positions do not tell apart.
+        classes: set[int] = set()
+        positions = 0
+        for _, changes in itertools.groupby(ends, operator.itemgetter(0)):
+            for _, mask in changes:
+                positions ^= mask
+            classes.add(positions)
+        self._classes = classes
         self._seen: set[int] = set()
 
     def ambiguous(self, lexemes: int, follow: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -545,6 +603,7 @@ class _Scan:
         todo = [_union(self._automata[i].first << self._starts[i] for i in _bits(lexemes))]
         while todo:
             into = todo.pop()
+            self._work.add(len(self._classes), into.bit_length())
             for each in self._classes:
                 state = into & each
                 if not state or state in self._seen:
@@ -552,22 +611,29 @@ class _Scan:
                 if len(self._seen) >= _MOST_STATES:
                     self.is_exhausted = True
                     return
+                self._work.add(1, _STORED * state.bit_length())
                 self._seen.add(state)
                 parts = dict(self._parts(state))
                 # One lexeme alone is checked by a scan of its own.
                 if len(parts) == 1 and not is_single:
                     continue
+                self._work.add(state.bit_count())
                 after = {i: self._automata[i].after(part) for i, part in parts.items()}
+                following = _union(part << self._starts[i] for i, part in after.items())
+                self._work.add(following.bit_count())
+                begins = {i: self._automata[i].bytes_of(part) for i, part in after.items()}
                 for a, part in parts.items():
                     if part & self._automata[a].last:
-                        for b, positions in after.items():
-                            if follow[a] & self._automata[b].bytes_of(positions):
+                        self._work.add(len(begins))
+                        for b, found in begins.items():
+                            if follow[a] & found:
                                 yield a, b
-                todo.append(_union(part << self._starts[i] for i, part in after.items()))
+                todo.append(following)
 
     def _parts(self, state: int) -> Iterator[tuple[int, int]]:
         """Return the lexemes in a state, each with its own positions."""
         while state:
+            self._work.add(1, state.bit_length())
             place = (state & -state).bit_length() - 1
             i = bisect.bisect_right(self._starts, place) - 1
             part = state >> self._starts[i] & (1 << self._starts[i + 1] - self._starts[i]) - 1
@@ -593,19 +659,17 @@ def _bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _contains(ranges: Ranges, char: int) -> bool:
-    place = bisect.bisect_right(ranges, (char, 1 << 30)) - 1
-    return place >= 0 and char <= ranges[place][1]
-
-
-def _lark(grammar: _Lexemes) -> str:
+def _lark(grammar: _Lexemes) -> LarkGrammar:
     """Write the grammar in Lark."""
+    is_slow = False
     lines: list[str] = []
     names: dict[str, str] = {}
     needed: dict[str, None] = {"r0": None}
 
     def name(node: Node) -> str:
         """Return the name of a lexeme's terminal."""
+        nonlocal is_slow
+        is_slow = is_slow or _is_wide(node)
         text = written(node, is_inside=True)
         if text not in names:
             names[text] = f"L{len(names)}"
@@ -614,7 +678,7 @@ def _lark(grammar: _Lexemes) -> str:
 
     def written(node: Node, *, is_inside: bool = False) -> str:
         """Write a node, either inside a lexeme or as a rule's part."""
-        if not is_inside and grammar.is_lexeme(node):
+        if not is_inside and not node.is_split:
             return name(node)
         if isinstance(node, Chars):
             return f"/[{''.join(map(_range, node.ranges))}]/"
@@ -638,7 +702,7 @@ def _lark(grammar: _Lexemes) -> str:
             done.add(each)
             node = grammar.rules[int(each[1:])]
             lines.append(f"{each}: {written(node, is_inside=each[0] == 'T')}")
-    return "\n".join(["start: r0", *lines])
+    return LarkGrammar("\n".join(["start: r0", *lines]), is_slow)
 
 
 def _range(ends: tuple[int, int]) -> str:

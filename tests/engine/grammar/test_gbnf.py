@@ -3,6 +3,7 @@
 import gc
 import itertools
 import random
+import sys
 import tracemalloc
 
 import pytest
@@ -10,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from helpers.engine.fake_runner import EOS_ID, fake_engine
 from helpers.text.gbnf_matcher import GbnfMatcher
+from kvboost_edge.engine.grammar import gbnf_lexemes
 from kvboost_edge.engine.grammar.compiler import check_grammar
 from kvboost_edge.engine.grammar.gbnf_lexemes import lark_of_gbnf
 from kvboost_edge.engine.request.requested_grammar import Grammar
@@ -165,9 +167,24 @@ def made_grammar(seed):
     return "\n".join([f"root ::= {expression(3)}", *rules]), letters
 
 
-def test_random_grammars_accept_what_a_slow_matcher_accepts(scale):
+@pytest.fixture
+def spend(monkeypatch):
+    """Return a function that sets the work that an analysis may take."""
+
+    def spend(work):
+        monkeypatch.setattr(gbnf_lexemes, "_MOST_WORK", work)
+        lark_of_gbnf.cache_clear()
+
+    yield spend
+    lark_of_gbnf.cache_clear()
+
+
+@pytest.mark.parametrize("work", [None, 100], ids=["whole analysis", "little analysis"])
+def test_random_grammars_accept_what_a_slow_matcher_accepts(scale, spend, work):
+    if work is not None:
+        spend(work)
     num_accepted = 0
-    for seed in range(scale(100, 1500)):
+    for seed in range(scale(100 if work is None else 50, 1500)):
         grammar, letters = made_grammar(seed)
         slow = GbnfMatcher(grammar)
         texts = Texts(grammar)
@@ -177,7 +194,65 @@ def test_random_grammars_accept_what_a_slow_matcher_accepts(scale):
                 accepted = texts.takes(text)
                 assert accepted == slow.takes(text), f"seed {seed}: {text!r}\n{grammar}"
                 num_accepted += accepted
-    assert num_accepted > 1000
+    assert num_accepted > 500
+
+
+def of_classes(name, count):
+    """Return a grammar of many ambiguous lexemes, which differ in one class."""
+    each = (name.replace("@", f"[b{chr(0x4E00 + 2 * i)}]") for i in range(count))
+    return f"root ::= ({' | '.join(f'{one} root' for one in each)})?"
+
+
+HARD = {
+    "many states": of_classes('("a" [ab]* "a" [ab]{38} @)', 40),
+    "many classes": of_classes("@", 1000),
+    "many bits": of_classes('("a"? @{100} "c"?)', 200),
+    "many connections": of_classes('(("a"? @?){100})', 50),
+    "many lexemes": of_classes('@ "ba" [bc]*', 400),
+    "nothing, many times": 'root ::= "a" root | ' + "(" * 9 + '""' + "){40}" * 9,
+    "nothing, from many rules": "\n".join(
+        [
+            'root ::= "a" root | r0',
+            *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)),
+            'r60 ::= ""',
+        ]
+    ),
+    "many uses of rules": "\n".join(
+        [
+            f"root ::= r0 | {' | '.join(f'r{i}' for i in range(300))}",
+            *(f'r{i} ::= r{i + 1} | "a{i}" root' for i in range(300)),
+            "r300 ::= [a] root",
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_the_work_of_an_analysis_is_limited(spend, name):
+    work = 100_000
+    spend(work)
+    num_lines = 0
+
+    def count(frame, event, argument):
+        nonlocal num_lines
+        if frame.f_code.co_filename != gbnf_lexemes.__file__:
+            return None
+        num_lines += event == "line"
+        assert num_lines < 10 * work, "the analysis must stop"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        lark_of_gbnf(HARD[name])
+    finally:
+        sys.settrace(before)
+
+
+def test_a_grammar_counts_as_slow_if_its_analysis_takes_too_much_work(spend):
+    assert not lark_of_gbnf(JSON).is_slow
+    spend(1000)
+    assert lark_of_gbnf(JSON).is_slow
 
 
 @pytest.mark.parametrize(
