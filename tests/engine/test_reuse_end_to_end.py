@@ -43,6 +43,7 @@ def test_the_bundled_model_passes_the_quality_gate(engine):
 
 @pytest.mark.some(2, 1)
 def test_documents_are_reused_in_any_order(engine):
+    assert engine.check_reuse().passed
     engine.reset_cache()
     warmed = engine.warm(documents=list(PASSAGES))
     assert (warmed.chunks_stored, warmed.partial_tail_tokens) == (8, 0)

@@ -258,7 +258,7 @@ def test_tokenization_in_every_api_does_not_block_the_event_loop(server):
     """Each route gets a long text, three at a time, while short requests continue."""
     text = " ".join(random.Random(0).choices(WORDS, k=70_000))[:300_000]
     paths = [path for path in TEXTS if path != "/infill"]
-    assert len(paths) == 15
+    assert len(paths) == 17
     done = {}
 
     def long(number):
