@@ -219,7 +219,7 @@ def _no_route(path: str, known: Sequence[str]) -> ApiError:
     """Return the 404 error for an unknown path, with suggestions of similar routes."""
     close = _close_routes(path, known)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    message = f"there is no such route; {meant}docs/apis.md and /openapi.json list the routes"
+    message = f"there is no such route; {meant}/openapi.json lists the routes"
     return ApiError(404, message, code=_CODES[404])
 
 
@@ -235,7 +235,7 @@ def _close_routes(path: str, known: Sequence[str]) -> list[str]:
 
 def _plain(error: HTTPException) -> str:
     if error.status_code == 404:
-        return "there is no such route; docs/apis.md and /openapi.json list the routes"
+        return "there is no such route; /openapi.json lists the routes"
     return str(error.detail)[:_MAX_MESSAGE]
 
 
