@@ -246,7 +246,10 @@ class Model(_Answer):
     owned_by: str
     root: Annotated[str, Field(description="Name of the model in responses.")]
     parent: None
-    max_model_len: Annotated[int | None, Field(description="Context length in tokens.")]
+    max_model_len: Annotated[
+        int | None,
+        Field(description="Context length in tokens, as far as it fits into the block pool."),
+    ]
     sampling: Annotated[
         SamplingValues | None,
         Field(description="Default sampling parameters of requests."),

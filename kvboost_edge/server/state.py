@@ -135,6 +135,11 @@ class ModelState:
         return default_mode(self.settings, self.engine)
 
     @property
+    def usable_context(self) -> int:
+        """Number of tokens of the model's context that fit into the block pool."""
+        return min(self.engine.runner_info.max_context, self.admission.pool_tokens)
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Default sampling values: those of `defaults`, otherwise the engine's."""
         return self.defaults.over(self.engine.sampling_defaults)

@@ -19,7 +19,6 @@ from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.errors import CapacityError, ConfigError, KVBoostError
 from kvboost_edge.host.memory import give_back, process_rss
 from kvboost_edge.server.cache_report.tracker import Doctor
-from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.served import KnownProperties, Refusal, ServedModel, abilities_of
@@ -133,12 +132,22 @@ class Loader:
         if served.record is not None and served.record.template:
             engine.tokenizer.replace_template(served.record.template)
             learn_template(engine.tokenizer)
-        served.known = KnownProperties.of(engine, default_mode(settings, engine), defaults)
+        state = ModelState(engine, served.name, metrics, admission, doctor, self._shared, defaults)
+        served.known = KnownProperties.of(state)
+        if state.usable_context < engine.runner_info.max_context:
+            self._log(
+                "the pool is smaller than the context",
+                served,
+                level=logging.WARNING,
+                context=engine.runner_info.max_context,
+                pool_tokens=state.usable_context,
+                hint="raise --max-cache-bytes, or lower --ctx-size",
+            )
         served.num_bytes = reserved_bytes(engine)
         if self._process is not None:
             served.overhead = served.last_overhead = self._measured_overhead(served, engine)
         served.metrics = metrics
-        return ModelState(engine, served.name, metrics, admission, doctor, self._shared, defaults)
+        return state
 
     def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
         """Return the memory overhead in bytes of a model that was just loaded.

@@ -43,7 +43,11 @@ class ModelSource:
 
 
 class KnownProperties(NamedTuple):
-    """Properties of a model that remain known after it is unloaded."""
+    """Properties of a model that remain known after it is unloaded.
+
+    Attributes:
+        max_context: number of tokens of its context that fit into its block pool.
+    """
 
     runner: str
     architecture: str
@@ -58,20 +62,22 @@ class KnownProperties(NamedTuple):
     approximations: tuple[str, ...]
 
     @classmethod
-    def of(cls, engine: Engine, mode: GenerationMode, defaults: ModelDefaults) -> KnownProperties:
+    def of(cls, state: ModelState) -> KnownProperties:
+        engine = state.engine
         info = engine.runner_info
         fields = (
             info.architecture,
             info.dtype,
             info.vocab_size,
-            info.max_context,
+            state.usable_context,
             info.weight_bytes,
             info.hidden_size,
         )
         template = engine.tokenizer.chat_template or ""
-        sampling = defaults.over(engine.sampling_defaults)
         approximations = engine.config.approximations
-        return cls(info.name, *fields, template, sampling, mode, approximations)
+        return cls(
+            info.name, *fields, template, state.sampling_defaults, state.mode, approximations
+        )
 
 
 class Refusal(NamedTuple):

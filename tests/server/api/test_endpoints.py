@@ -8,6 +8,7 @@ import threading
 import openai
 import pytest
 
+from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.api.bodies import parse_json
 from kvboost_edge.server.app import ROUTERS, create_app
@@ -30,6 +31,30 @@ def test_openai_client_lists_and_retrieves_models(live_server):
         with pytest.raises(openai.NotFoundError) as missing:
             client.models.retrieve("kvboost-edge/other")
         assert missing.value.code == "model_not_found"
+
+
+async def test_the_advertised_context_fits_into_the_pool(caplog):
+    with fake_engine(num_blocks=20, max_context=4000) as engine:
+        app = create_app(engine, ServerSettings())
+        tokens = 20 * engine.config.block_size
+        assert "the pool is smaller than the context" in caplog.text
+        async with app_client(app) as client:
+            (model,) = (await client.get("/v1/models")).json()["data"]
+            props = (await client.get("/props")).json()["default_generation_settings"]
+            (slot, *_) = (await client.get("/slots")).json()
+            asked = (await client.post("/tokenize", json={"content": "a"})).json()
+            shown = [
+                model["max_model_len"],
+                props["n_ctx"],
+                slot["n_ctx"],
+                asked["max_model_len"],
+            ]
+            assert shown == [tokens] * 4
+            body = {"prompt": [5], "ignore_eos": True}
+            longest = await client.post("/v1/completions", json={**body, "max_tokens": tokens - 1})
+            assert longest.status_code == 200
+            too_long = await client.post("/v1/completions", json={**body, "max_tokens": 4000})
+            assert too_long.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

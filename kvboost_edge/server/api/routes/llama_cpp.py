@@ -102,7 +102,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
     state = loaded_model(request, model)
     tokenizer = state.engine.tokenizer
     settings = {
-        "n_ctx": state.engine.runner_info.max_context,
+        "n_ctx": state.usable_context,
         "params": {
             "n_predict": -1,
             "seed": -1,
@@ -138,7 +138,7 @@ async def slots(request: Request, model: ModelParam = None) -> Response:
     """
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)
-    context = state.engine.runner_info.max_context
+    context = state.usable_context
     speculates = state.engine.speculates
     rows = [
         dumps(

@@ -131,7 +131,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) ->
     answer: Tokenized = {
         "tokens": pieces if body.with_pieces else ids,
         "count": len(ids),
-        "max_model_len": state.engine.runner_info.max_context,
+        "max_model_len": state.usable_context,
     }
     if body.return_token_strs:
         answer["token_strs"] = [texts.text(i) for i in ids]

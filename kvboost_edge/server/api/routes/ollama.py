@@ -116,7 +116,7 @@ async def embed(request: Request, body: OllamaEmbed) -> Response:
     async def work(state: ModelState, send: Send) -> None:
         log_reduced_context(body.chosen, state.engine)
         started = time.perf_counter()
-        most = min(state.engine.runner_info.max_context, state.admission.pool_tokens)
+        most = state.usable_context
         vectors, results = await embed_inputs(
             state,
             request,

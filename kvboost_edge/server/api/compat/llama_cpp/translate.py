@@ -126,7 +126,7 @@ class RenderedInfill(RenderedPieces):
         tokenizer = self.state.engine.tokenizer
         head = _plain_ids(tokenizer, self._head, "input_extra")
         local = _plain_ids(tokenizer, self._local, self._field)
-        context = min(self.state.engine.runner_info.max_context, self.state.admission.pool_tokens)
+        context = self.state.usable_context
         # The room is the same while the user types, because otherwise the cached prefix changes.
         taken = len(head) + max(len(local), min(_LOCAL, context // 2))
         room = context - taken - (self.body.max_tokens or 0)
