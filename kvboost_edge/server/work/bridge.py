@@ -221,11 +221,11 @@ async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
             texts do not delay short ones.
         handles: handles to cancel.
     """
-    gate = _long_readers if size > _LONG else _short_readers
+    readers = _long_readers if size > _LONG else _short_readers
 
     def run() -> T:
         with ExitStack() as reading:
-            reading.enter_context(gate)
+            reading.enter_context(readers)
             handles.on_first = reading.close
             return work()
 
