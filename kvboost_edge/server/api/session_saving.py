@@ -122,7 +122,7 @@ async def keep_session(
             raise ApiError(
                 400,
                 f"the session cannot be kept: its {session.info.num_tokens} tokens do not fit "
-                "beside the pinned blocks of the pool, and there is no disk cache; delete "
+                "next to the pinned blocks of the pool, and there is no disk cache; delete "
                 "sessions, enlarge the pool (--max-cache-bytes), or set --disk-cache-dir",
                 code="capacity_exceeded",
             )

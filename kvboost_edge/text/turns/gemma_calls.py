@@ -294,7 +294,7 @@ class BracedGrammar:
         return ways
 
     def _choices(self, schema: Mapping[str, Any]) -> list[Any]:
-        """Return the values of `enum` or `const` that the keywords beside it allow."""
+        """Return the values of `enum` or `const` that the keywords next to it allow."""
         first = "const" if "const" in schema else "enum"
         choices = [schema["const"]] if "const" in schema else schema["enum"]
         has_parts = any(isinstance(one, (dict, list)) for one in choices)
