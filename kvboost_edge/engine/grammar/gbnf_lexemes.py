@@ -433,7 +433,8 @@ class _Units:
             # In (a+ | b)*, two matches of a+ in a row are also one match.
             merged = 0
             if node.most is None and node.least <= 1:
-                for part in node.part.parts if isinstance(node.part, Alt) else [node.part]:
+                of_parts = isinstance(node.part, Alt) and node.part.is_split
+                for part in _parts(node.part) if of_parts else [node.part]:
                     if not part.is_split and self._grammar.is_run(part):
                         bit = 1 << self._places[part]
                         merged |= bit

@@ -139,6 +139,14 @@ def test_a_last_literal_may_be_longer_than_an_automaton(begin):
     assert found == {text: slow.takes(text) for text in tried}
 
 
+def test_alternatives_in_a_split_repetition_may_be_one_lexeme():
+    grammar = 'root ::= ("a" | [c]*)+ "ac" root?'
+    slow = GbnfMatcher(grammar)
+    texts = Texts(grammar)
+    tried = ["".join(chars) for n in range(7) for chars in itertools.product("abc", repeat=n)]
+    assert [*filter(texts.takes, tried)] == [*filter(slow.takes, tried)]
+
+
 def made_grammar(seed):
     choose = random.Random(seed)
     letters = "abé" if seed % 4 == 0 else "abc"
