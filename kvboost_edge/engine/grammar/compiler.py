@@ -68,6 +68,7 @@ _STACK_BYTES = 128 << 20  # reserved address space; untouched pages use no memor
 # the GIL.
 _MASK_NICE = 5
 _IN_GRAMMAR = "failed to compile JSON schema: "  # llguidance's prefix for a schema inside a grammar
+_REGEX_REASON = re.compile(r"^error: (.{1,200})", re.MULTILINE)  # below a copy of the regex
 _LARGE_BOUND = "Failed to generate regex for "  # llguidance's message about bounds of a number
 # llguidance's messages about schemas that violate the JSON Schema standard.
 _MALFORMED = re.compile(r"Invalid type: |Expected |Pointer |\S+ must be ")
@@ -286,6 +287,8 @@ def _refusal(grammar: Grammar, problem: str) -> RequestError:
     of_schema = line if grammar.kind == "json_schema" else line.partition(_IN_GRAMMAR)[2]
     if _MALFORMED.match(of_schema):
         return RequestError(f"{grammar.kind}: the schema is invalid: {of_schema}")
+    if reasons := _REGEX_REASON.findall(problem):
+        line += f" {reasons[-1]}"
     if _LARGE_BOUND in line:
         line += "; use bounds of less than 1e18 in magnitude"
     return RequestError(f"{grammar.kind} is not supported: {line}")
