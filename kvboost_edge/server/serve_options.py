@@ -365,10 +365,13 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
 
 
 def served_name(model: str) -> str:
-    """Return the default name of a model: its hub id, or the last part of a local path."""
+    """Return the default name of a model: its hub id, or the last part of a local path.
+
+    A link is served under its own name.
+    """
     # Clients must not see the paths of this machine.
-    path = Path(model)
-    return path.resolve().name if model != DEMO_MODEL and path.exists() else model
+    is_local = model != DEMO_MODEL and Path(model).exists()
+    return os.path.basename(os.path.abspath(model)) if is_local else model
 
 
 def _warm_text(text: str) -> str:

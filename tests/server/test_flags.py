@@ -210,8 +210,12 @@ def test_repeatable_flags_and_keys(tmp_path, monkeypatch):
     assert admin_only.settings.admin_api_keys == ("b", "f")
 
 
-def test_the_served_name_contains_no_path(tmp_path):
+def test_the_served_name_contains_no_path(tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "my-model")
+    assert parse("--model", str(tmp_path / "link.gguf")).settings.model_name == "link.gguf"
+    monkeypatch.chdir(tmp_path / "my-model")
+    assert parse("--model", ".").settings.model_name == "my-model"
     assert parse("--model", str(tmp_path / "my-model")).settings.model_name == "my-model"
     assert parse("--model", "owner/hub-model").settings.model_name == "owner/hub-model"
     assert parse("-m", "owner/hub-model", "--model-name", "short").settings.model_name == "short"
