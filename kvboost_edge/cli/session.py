@@ -39,6 +39,7 @@ __all__ = [
     "timing_line",
 ]
 
+_FEW_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # interval between updates of a progress bar
 
 
@@ -144,8 +145,10 @@ class _LoadingLines:
 
     def loading(self, num_bytes: int) -> None:
         """Print that a model of `num_bytes` is being loaded."""
-        about = duration_words(num_bytes / READ_BYTES_PER_SECOND)
-        self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, about {about}")
+        seconds = num_bytes / READ_BYTES_PER_SECOND
+        # Reading a small file takes less time than the rest of the start, such as imports.
+        told = "a few seconds" if seconds < _FEW_SECONDS else f"about {duration_words(seconds)}"
+        self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, {told}")
 
     def compiling(self, done: int, total: int) -> None:
         """Print once how many kernels are being compiled, with a time estimate."""

@@ -8,7 +8,14 @@ from rich.progress import Progress
 
 from helpers.clocks import give_clock
 from kvboost_edge.cli import session
-from kvboost_edge.cli.session import _loading_bar, _loading_shown, loaded_engine, memory_line
+from kvboost_edge.cli.session import (
+    _loading_bar,
+    _loading_shown,
+    _LoadingLines,
+    loaded_engine,
+    memory_line,
+)
+from kvboost_edge.models.locate.model import READ_BYTES_PER_SECOND
 
 
 def test_loading_progress_counts_kernels_and_megabytes(monkeypatch):
@@ -65,10 +72,20 @@ def test_without_a_terminal_each_loading_phase_is_one_line(monkeypatch, tmp_path
             packed(done * 10**6, 1200 * 10**6)
     assert heard[-1] is None
     assert file.getvalue().splitlines() == [
-        "loading m, 3 MB, about 1 s",
+        "loading m, 3 MB, a few seconds",
         "compiling 7 kernels for this machine, once, about 14 s",
         "packing the weights of m, 1,200 MB, once, about 11 s",
     ]
+
+
+def test_the_loading_time_of_a_large_model_is_estimated():
+    file = io.StringIO()
+    lines = _LoadingLines(Console(file=file, width=40), "m")
+    lines.loading(int(4.9 * READ_BYTES_PER_SECOND))
+    lines.loading(12 * READ_BYTES_PER_SECOND)
+    few, about = file.getvalue().splitlines()
+    assert few.endswith(" MB, a few seconds")
+    assert about.endswith(" MB, about 12 s")
 
 
 def test_the_pool_size_is_shown_as_a_maximum():
