@@ -127,6 +127,48 @@ def test_masks_that_take_too_long_end_the_request(monkeypatch, cost, tokens):
         answer()
 
 
+class Clock(Parser):
+    """Parser whose masks take a number of CPU seconds on a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def thread_time(self):
+        return self.now
+
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        super().unsafe_compute_mask_ptr(address, num_bytes)
+        self.now += self.seconds
+
+
+def long_answer(monkeypatch, seconds, *, is_slow):
+    """Return how many tokens an answer of up to 2,000 tokens has until an error, and the error."""
+    parser = Clock(seconds)
+    monkeypatch.setattr(masks, "time", parser)
+    grammar = GrammarConstraint(parser, room(), is_slow=is_slow)
+    for count in range(2000):
+        try:
+            grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+        except RequestError as error:
+            return count, str(error)
+        grammar.advance(2)
+    return 2000, ""
+
+
+def test_only_the_average_of_a_slow_grammar_is_limited(monkeypatch):
+    assert long_answer(monkeypatch, 0.015, is_slow=True) == (2000, "")
+    count, error = long_answer(monkeypatch, 0.015, is_slow=False)
+    assert 0 < count < 200
+    assert "at most 2 s in total" in error
+    count, error = long_answer(monkeypatch, 0.06, is_slow=True)
+    assert 0 < count < 50
+    assert error.startswith("the grammar is too slow: its masks took 0.4")
+    assert "Exclude from each repetition the characters that may follow it" in error
+
+
 def test_a_sequence_skips_steps_until_its_mask_is_ready(threads):
     bench = Bench()
     parser = Parser(cost=2 * masks._SLOW_SECONDS)
