@@ -65,7 +65,7 @@ def why(
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="Request id, from the x-request-id response header. "
+            help="Request id or its beginning, from the x-request-id response header. "
             "'last' selects the latest request.",
         ),
     ] = "last",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvboost_edge.cli.console import open_console
@@ -158,7 +158,8 @@ def _listed(requests: list[dict[str, Any]]) -> RenderableType:
     if not requests:
         return Text("no request has finished yet")
     several = len({found["model"] for found in requests}) > 1
-    table = Table("time", "request", *["model"] * several, "cause", "cached", "computed", "seconds")
+    request = Column("request", overflow="fold")  # so that the id can be copied
+    table = Table("time", request, *["model"] * several, "cause", "cached", "computed", "seconds")
     for found in requests:
         at = datetime.datetime.fromtimestamp(found["at"]).strftime("%H:%M:%S")
         figures = (_tiers(found) or "0", str(found["computed_tokens"]), f"{found['seconds']:.3f}")

@@ -70,6 +70,18 @@ def test_json_equals_the_servers_answer(server, asked, why):
         assert said == client.get(f"/v1/requests/{asked[1]}/cache").json()
 
 
+def test_a_narrow_list_shows_complete_ids(asked, why, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = why("--list").out
+    parts = [line.split("│")[2].strip() for line in shown.splitlines() if line.startswith("│")]
+    assert "".join(parts) == "".join(reversed(asked))
+
+
+def test_the_beginning_of_an_id_is_enough(asked, why):
+    assert asked[0] in why(asked[0][:20]).out
+    assert "no finished request 'req-'" in why("req-", code=1).err
+
+
 def test_the_last_requests_are_listed(asked, why):
     shown = why("--list").out
     assert shown.index("changed_text") < shown.index("first_seen")

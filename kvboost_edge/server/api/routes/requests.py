@@ -45,7 +45,8 @@ async def requests(request: Request) -> Response:
 async def request_cache(request: Request, request_id: str) -> Response:
     """Return the cache-miss report of a request: first diverging token, texts and cause.
 
-    The id is the x-request-id header of the answer, or "last" for the latest request.
+    The id is the x-request-id header of the answer or an unambiguous beginning of it, or "last" for
+    the latest request.
     """
     server = server_of(request)
     tenant = tenant_of(request)
@@ -58,7 +59,13 @@ async def request_cache(request: Request, request_id: str) -> Response:
             code="not_found",
         )
     latest = _latest(request)
-    wanted = latest[0].request_id if latest and request_id == "last" else request_id
+    ids = [one.request_id for one in latest]
+    begun = [one for one in ids if one.startswith(request_id)]
+    wanted = request_id
+    if ids and request_id == "last":
+        wanted = ids[0]
+    elif len(begun) == 1:
+        wanted = begun[0]
     found = None
     for one in server.models.all:
         record = one.history.find(tenant, wanted)
@@ -69,8 +76,8 @@ async def request_cache(request: Request, request_id: str) -> Response:
     if found is None:
         raise ApiError(
             404,
-            f"no finished request {request_id[:64]!r} of this API key is kept; requests are kept "
-            f"for {kept:g} seconds (--request-history)",
+            f"no finished request {request_id[:64]!r} of this API key is kept, or several ids "
+            f"begin with this text; requests are kept for {kept:g} seconds (--request-history)",
             code="not_found",
         )
     return json_response(found.as_json(), headers=_NO_STORE)
