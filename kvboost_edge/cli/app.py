@@ -552,6 +552,9 @@ def demo(
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Also show the statistics of the block pool.")
+    ] = False,
 ) -> None:
     """Show how prefix caching speeds up several questions about one document.
 
@@ -560,7 +563,8 @@ def demo(
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.option_parsing import engine_options
 
-    run_demo(DEMO_MODEL, engine_options(option, kv_cache_bits, pack_cache=pack_cache))
+    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
+    run_demo(DEMO_MODEL, options, show_stats=stats)
 
 
 @app.command(

@@ -57,8 +57,14 @@ def command_name() -> str:
     return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
 
-def run_demo(model: str, options: dict[str, Any]) -> None:
-    """Run and print the whole demo. Needs the bundled model and no network."""
+def run_demo(model: str, options: dict[str, Any], *, show_stats: bool = False) -> None:
+    """Run and print the whole demo. Needs the bundled model and no network.
+
+    Args:
+        model: Path or id of the model.
+        options: Engine options.
+        show_stats: True to print the statistics of the pool.
+    """
     console = open_console()
     document = (
         resources.files("kvboost_edge")
@@ -74,9 +80,9 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         console.print(f"{document[:200]} …\n", style="dim")
         _one_by_one(engine, console, document)
         stats, states = _all_at_once(engine, console, document)
-        console.print(
-            pool_panel(states, stats, width=console.width, title="Block pool while the batch ran")
-        )
+        title = "Block pool while the batch ran"
+        shown = stats if show_stats else None
+        console.print(pool_panel(states, shown, width=console.width, title=title))
     name = command_name()
     if real_model().is_file():
         way = f"{name} chat -m {real_model()}"

@@ -142,10 +142,12 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
 
 
 def pool_panel(
-    states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool"
+    states: Sequence[int], stats: dict[str, Any] | None, *, width: int, title: str = "Block pool"
 ) -> Panel:
-    """Draw the block map and the statistics from `paged_stats()`."""
+    """Draw the block map and, if given, the statistics from `paged_stats()`."""
     picture = block_map(list(states), width=max(16, min(width, 120) - 6))
+    if stats is None:
+        return Panel(picture, title=title, expand=False)
     columns = 3 if width >= 110 else 2
     return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
 

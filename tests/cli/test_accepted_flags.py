@@ -46,7 +46,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         (*MODEL, *REQUEST, "--chat", "--raw", "--system Text", *ENGINE, *PACKED, "--json"),
     ),
     "chat": ("", (*MODEL, "--system Text", "--session x", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
-    "demo": ("", (*ENGINE, *PACKED)),
+    "demo": ("", (*ENGINE, *PACKED, "--stats")),
     "doctor": (
         "",
         (
