@@ -98,7 +98,12 @@ class DrainingServer(uvicorn.Server):
             sys.stderr.flush()
             os._exit(128 + sig)
         running = self._state.sequences
-        hint = "another signal, or Ctrl-C, exits immediately" if running else None
+        hint = (
+            f"running requests get {self._state.settings.drain_seconds:g} s to finish "
+            "(--drain-seconds); press Ctrl-C again, or send another signal, to exit immediately"
+            if running
+            else None
+        )
         log_facts(
             logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=running, hint=hint
         )

@@ -185,7 +185,7 @@ class ServerSettings:
     )
     drain_seconds: float = option(
         30.0,
-        "Maximum time to finish running requests after SIGTERM",
+        "Maximum time to finish running requests after SIGTERM or Ctrl-C",
         float,
         group="Limits",
         unit="seconds",

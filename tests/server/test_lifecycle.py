@@ -133,7 +133,9 @@ def test_a_terminal_shows_plain_lines_with_the_address_and_ctrl_c():
             next(lines)
             process.send_signal(signal.SIGINT)
             wait_until(
-                lambda: "Ctrl-C, exits immediately" in "".join(pieces), "the drain to begin", 60
+                lambda: "30 s to finish (--drain-seconds); press Ctrl-C again" in "".join(pieces),
+                "the drain to begin",
+                60,
             )
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 128 + signal.SIGINT
