@@ -156,10 +156,12 @@ class Scheduler:
             room = f"but only {num_blocks - held} of {num_blocks} in the pool are not pinned"
         elif held and needed <= num_blocks:  # do not reveal how many blocks others pinned
             room = "more than pinned prompts leave free (max_pinned_blocks)"
+        can_lower = request.max_tokens > request.num_prompt_tokens + 1
+        advice = "lower max_new_tokens" if can_lower else "shorten the prompt"
         return CapacityError(
             f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and "
             f"up to {request.max_tokens - request.num_prompt_tokens} new ones, {block_size} per "
-            f"block), {room}; lower max_new_tokens{', unpin' if held else ''} or enlarge "
+            f"block), {room}; {advice}{', unpin' if held else ''} or enlarge "
             "max_cache_bytes or num_blocks"
         )
 

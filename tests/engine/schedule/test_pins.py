@@ -322,7 +322,7 @@ def test_a_refusal_does_not_reveal_other_tenants_pins(engine):
         texts.append(str(refused.value))
         with pytest.raises(
             CapacityError,
-            match=r"more than pinned prompts leave free \(max_pinned_blocks\); lower max_new",
+            match=r"more than pinned prompts leave free \(max_pinned_blocks\); shorten the prompt",
         ):
             engine.submit([5] * 250, max_new_tokens=1, tenant="a", pin_share=0.5)
         with pytest.raises(
@@ -331,7 +331,7 @@ def test_a_refusal_does_not_reveal_other_tenants_pins(engine):
             engine.submit([5] * 250, max_new_tokens=1)
     assert texts[0] == texts[1]
     with pytest.raises(
-        CapacityError, match=r"the request needs 19 blocks .* the pool has only 16; lower"
+        CapacityError, match=r"the request needs 19 blocks .* the pool has only 16; shorten"
     ):
         engine.submit([5] * 300, max_new_tokens=1, tenant="b", pin_share=0.5)
 
