@@ -37,9 +37,11 @@ def run_warm(
         return
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
     seconds = found["kvboost"]["total_ms"] / 1e3
+    pinned = "; their full blocks are pinned" if pin else ""
+    pinned += "" if ttl is None else f" for {ttl:g} s"
     print(
         f"{found['token_count']} prompt tokens are cached, {cached} of them already before "
-        f"({seconds:.2f} s)"
+        f"({seconds:.2f} s){pinned}"
     )
 
 

@@ -56,7 +56,11 @@ def test_a_warmed_request_hits_all_full_blocks(server, tmp_path, printed, answer
     tokens, cached = asked(server)
     assert tokens == warmed["token_count"]
     assert cached == min(tokens // BLOCK * BLOCK, tokens - 1)
-    assert f"{tokens} prompt tokens are cached" in printed(*command, "--pin", "--ttl", "60").out
+    assert "pinned" not in printed(*command).out
+    out = printed(*command, "--pin", "--ttl", "60").out
+    assert out.startswith(f"{tokens} prompt tokens are cached, ")
+    assert out.endswith("; their full blocks are pinned for 60 s\n")
+    assert printed(*command, "--pin").out.endswith("; their full blocks are pinned\n")
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 
