@@ -16,6 +16,7 @@ check is written again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -206,11 +207,18 @@ def load_packed(
                 return found
         _LOG.warning(
             "packed weights (%.1f MB) cannot be stored in %s (%s); they stay in memory and are "
-            "packed again at every start. Free disk space, or set KVBOOST_EDGE_CACHE to a "
-            "directory on another disk",
-            *(_size(header) / 1e6, path.parent, error),
+            "packed again at every start. %s",
+            *(_size(header) / 1e6, path.parent, error, _advice(error)),
         )
     return _pack_into_memory(job)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno == errno.ENOMEM:
+        return "Free memory, or raise the memory limit"
+    elsewhere = "et KVBOOST_EDGE_CACHE to a directory on another disk"
+    is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)
+    return f"Free disk space, or s{elsewhere}" if is_full else f"S{elsewhere}"
 
 
 def packed_path(fingerprint: str, weights: str, cache_dir: Path | None = None) -> Path:

@@ -1,5 +1,7 @@
 """Packing continues in memory if the disk is full, read-only or faulty, or if caching is off."""
 
+import errno
+import os
 import re
 import shutil
 import subprocess
@@ -41,6 +43,24 @@ def test_a_failed_write_keeps_the_weights_in_memory(model_dir, tmp_path, good, m
         r"cannot be stored in .*packed \(disk full\).*in memory.*KVBOOST_EDGE_CACHE", caplog.text
     )
     assert list((tmp_path / "packed").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "Free disk space, or set KVBOOST_EDGE_CACHE"),
+        (errno.EDQUOT, "Free disk space, or set KVBOOST_EDGE_CACHE"),
+        (errno.EACCES, "Set KVBOOST_EDGE_CACHE"),
+        (errno.ENOMEM, "Free memory"),
+    ],
+)
+def test_the_advice_fits_the_error(model_dir, tmp_path, monkeypatch, caplog, number, advice):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(packed_file, "_digest", fail)
+    load(model_dir, tmp_path).close()
+    assert f"packed again at every start. {advice}" in caplog.text
 
 
 def test_checkpoint_errors_are_not_reported_as_disk_errors(model_dir, tmp_path, monkeypatch):
