@@ -13,6 +13,7 @@ from kvboost_edge.engine.memory.report import (
     BLOCK_BOOKKEEPING,
     gb,
     least_state_bytes,
+    mb_up,
     num_open_blocks,
     planned_blocks,
 )
@@ -192,7 +193,7 @@ def check_process(
         raise CapacityError(
             f"max_memory={gb(allowed)} is less than the measured overhead of "
             f"{gb(overhead.resident)} and the {gb(packing)} needed to pack the weights; give at "
-            f"least {_mb_up(least)}"
+            f"least {mb_up(least)}"
         )
     if needed <= allowed:
         return
@@ -220,7 +221,7 @@ def check_process(
     weights = _smaller_weights(info.weight_bytes, needed - allowed, formats())
     raise CapacityError(
         f"max_memory={gb(allowed)} is less than the process needs: {' + '.join(parts)} = "
-        f"{gb(needed)}{peak}; give at least {_mb_up(least)}, {weights}or lower {', '.join(levers)}"
+        f"{gb(needed)}{peak}; give at least {mb_up(least)}, {weights}or lower {', '.join(levers)}"
     )
 
 
@@ -287,8 +288,3 @@ def _rest(config: EngineConfig, weight_bytes: int, overhead: Overhead) -> int:
 
 def _history(rest: int) -> int:
     return min(_MOST_HISTORY_BYTES, rest // _HISTORY_SHARE)
-
-
-def _mb_up(num_bytes: int) -> str:
-    """Format a size, rounded up, in the syntax of an option value."""
-    return f"{-(-num_bytes // 10**6)}MB"

@@ -20,6 +20,7 @@ __all__ = [
     "check_weights_fit",
     "gb",
     "least_state_bytes",
+    "mb_up",
     "memory_beside",
     "most_sequences",
     "num_open_blocks",
@@ -258,6 +259,11 @@ def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
         available -= max(least_state_bytes(config, spec), available // (_POOL_SHARE + 1))
     block_bytes = spec.bytes_per_block
     return max(0, available) * block_bytes // (block_bytes + BLOCK_BOOKKEEPING)
+
+
+def mb_up(num_bytes: int) -> str:
+    """Format a size, rounded up, in the syntax of an option value."""
+    return f"{-(-num_bytes // 10**6)}MB"
 
 
 def gb(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvboost_edge.engine.memory.report import gb
+from kvboost_edge.engine.memory.report import gb, mb_up
 from kvboost_edge.errors import CapacityError, ConfigError, KVBoostError
 from kvboost_edge.host.memory import give_back, process_rss
 from kvboost_edge.server.cache_report.tracker import Doctor
@@ -318,8 +318,7 @@ class Loader:
         if needed > self._allowed(overhead):
             raise CapacityError(
                 f"the model {served.name!r} does not fit: weights, pool and recurrent state take "
-                f"{gb(needed)}, but all models together may take only "
-                f"{gb(self._allowed(overhead))} ({self._option}); make its pool smaller "
+                f"{gb(needed)}, but {self._limit_of_one(needed, overhead)}, make its pool smaller "
                 "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
             )
         while (missing := self._missing(needed, overhead)) > 0:
@@ -342,6 +341,21 @@ class Loader:
                     # A request may have arrived for it while another model was unloaded.
                     if one.may_leave:
                         await self._unload(one, "memory for another model")
+
+    def _limit_of_one(self, needed: int, overhead: int) -> str:
+        """Say what a model may take at most, and how much would be enough."""
+        allowed = self._allowed(overhead)
+        if self._process is None or allowed == self._budget:
+            return (
+                f"all models together may take only {gb(allowed)} ({self._option}); give at least "
+                f"{mb_up(needed)}"
+            )
+        bound = self._process.bound
+        taken = self._process.base + overhead
+        return (
+            f"only {gb(allowed)} of the {gb(bound)} in --max-memory remain after {gb(taken)} of "
+            f"overhead; give at least {mb_up(needed + taken)}"
+        )
 
     def _missing(self, needed: int, overhead: int) -> int:
         """Return how many bytes must be freed before a model can be loaded."""

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.server.live_servers import serving, wait_until
 from helpers.server.served_models import ASKED, CountedSource
-from kvboost_edge.errors import ConfigError
+from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.models import loader
 
@@ -171,6 +171,18 @@ def test_overhead_is_measured_growth_plus_reserved_buffers(first, second, monkey
     engine.runner_info.name = "torch"
     with pytest.raises(ConfigError, match="--max-memory needs the native runner"):
         found._measured_overhead(served, engine)
+
+
+async def test_a_model_larger_than_the_process_may_be_is_refused_with_the_calculation():
+    process = loader.ProcessMemory(1_500_000_000, 400_000_000)
+    found = loader.Loader([], None, 1_100_000_000, process)
+    served = SimpleNamespace(name="b", overhead=0, state=None)
+    with pytest.raises(CapacityError) as caught:
+        await found._make_room(served, 1_200_000_000, 120_000_000)
+    assert (
+        "take 1.20 GB, but only 0.98 GB of the 1.50 GB in --max-memory remain after 0.52 GB of "
+        "overhead; give at least 1720MB"
+    ) in str(caught.value)
 
 
 def test_a_model_that_never_fits_is_refused_with_the_calculation(first, second):
