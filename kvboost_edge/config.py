@@ -115,6 +115,7 @@ DEFAULT_DRAFT_TOKENS = 31
 MOST_DRAFT_TOKENS = 63
 _MOST_CHUNK_TOKENS = 65536
 _DEFAULT_CHUNK_TOKENS = 128
+_FEW_BYTES = 1000  # a smaller size was probably meant in another unit
 _DRAFT_WEIGHTS = "int4"
 _REUSE = "Non-prefix KV reuse"
 _SPECULATION = "Speculative decoding"
@@ -633,6 +634,9 @@ class EngineConfig:
         self._check_kv_bits()
         self._check_tiers()
         self._check_draft_model()
+        bound = self.max_memory
+        if bound is not None and bound < _FEW_BYTES:
+            raise ConfigError(f"max_memory={bound} is a number of bytes; did you mean {bound}GB?")
 
     def _check_draft_model(self) -> None:
         value = self.draft_model

@@ -174,3 +174,9 @@ def test_an_unknown_option_lists_the_known_ones_and_names_the_nearest():
         EngineConfig.from_options(chunk_sise=1)
     with pytest.raises(ConfigError, match="unknown option 'xyzzy'; known options: runner, backend"):
         EngineConfig.from_options(xyzzy=1)
+
+
+def test_a_memory_limit_of_a_few_bytes_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"max_memory=2 is a number of bytes; did you mean 2GB\?"):
+        EngineConfig.from_options(max_memory="2")
+    assert EngineConfig.from_options(max_memory=1000).max_memory == 1000

@@ -198,8 +198,8 @@ def test_max_memory_needs_the_native_runner(tmp_path):
     path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
     with pytest.raises(ConfigError, match="max_memory=1000000000 needs the native runner"):
         CPUPagedEngine.from_pretrained(path, max_memory="1GB")
-    with pytest.raises(ConfigError, match="max_memory=5 is not supported"):
-        CPUPagedEngine(build_tiny_model("llama"), None, max_memory=5)
+    with pytest.raises(ConfigError, match="max_memory=5000 is not supported"):
+        CPUPagedEngine(build_tiny_model("llama"), None, max_memory=5000)
 
 
 def test_resident_weights_do_not_count_as_overhead(monkeypatch):
