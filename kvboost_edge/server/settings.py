@@ -175,8 +175,9 @@ class ServerSettings:
     )
     request_timeout: float = option(
         120.0,
-        "Maximum time from the last byte of a request to the end of its response, or to the first "
-        "token of a stream and between its tokens. Later the server returns status 504",
+        "Maximum time from the last byte of a request to the end of its response. For a stream, it "
+        "limits the time in which neither its prompt advances nor a token is sent. Later the "
+        "server returns status 504",
         float,
         group="Limits",
         unit="seconds",

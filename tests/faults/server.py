@@ -72,6 +72,13 @@ _REQUESTS = (
         f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
     ),
     fault(
+        "lets a stream whose prompt stands still go on forever",
+        "server/work/admission.py",
+        "        return self._num_computed > before\n",
+        "        return True\n",
+        f"{_ADMISSION}::test_the_deadline_of_a_stream_moves_while_its_prompt_advances",
+    ),
+    fault(
         "treats a deadline as a delay",
         "server/work/admission.py",
         "call_later(self.deadline - self._entered, self._expire)",

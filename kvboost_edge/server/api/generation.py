@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+import functools
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -145,6 +146,7 @@ async def _respond_stream(
             running(state.engine, rendered, admission) as started,
             record_cache_use(request, admission, rendered, started) as run,
         ):
+            admission.follow_prompt(functools.partial(_num_computed, run.handles))
             await _stream(admission, rendered, writer, run, stream)
             await stream.end()
     except Exception as error:
@@ -196,6 +198,12 @@ async def _diagnosed(
     explained = run.watch.explained() if rendered.explains else None
     if explained is not None:
         writer.explain(await off_loop(explained))
+
+
+def _num_computed(handles: Sequence[RequestHandle]) -> int:
+    """Return the number of prompt tokens that were computed, without those from the cache."""
+    found = [handle.progress() for handle in handles]
+    return sum(one.computed - one.cached for one in found)
 
 
 async def _stream(

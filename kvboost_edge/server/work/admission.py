@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -284,6 +284,8 @@ class Admission:
         self._num_observed = 0
         self._entered = 0.0
         self._has_progressed = False
+        self._prompt_tokens: Callable[[], int] = int
+        self._num_computed = 0
 
     async def __aenter__(self) -> Admission:
         queue = self._queue
@@ -371,9 +373,27 @@ class Admission:
             self._has_progressed = True
             self.deadline = time.monotonic() + self.timeout
 
+    def follow_prompt(self, prompt_tokens: Callable[[], int]) -> None:
+        """Extend the deadline of a stream as long as its prompt advances.
+
+        Args:
+            prompt_tokens: returns the number of prompt tokens computed so far.
+        """
+        self._prompt_tokens = prompt_tokens
+
+    def _has_prompt_advanced(self) -> bool:
+        """Return whether prompt tokens of a stream were computed since the last call."""
+        if not self.streams or self._has_progressed:
+            return False
+        before, self._num_computed = self._num_computed, self._prompt_tokens()
+        return self._num_computed > before
+
     def _expire(self) -> None:
-        """Cancel the work, or wait again if the deadline has moved."""
+        """Cancel the work, or wait again if the deadline has moved or the prompt advances."""
         left = self.deadline - time.monotonic()
+        if left <= 0 and self._has_prompt_advanced():
+            left = self.timeout
+            self.deadline = time.monotonic() + left
         if left <= 0:
             self.cancel(DeadlineExceeded(self.timeout, in_stream=self._has_progressed))
         else:

@@ -18,6 +18,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from helpers.server.live_servers import HeldForward, raw_answer, serving, wait_until
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import bodies
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS, is_admitted
@@ -123,8 +124,6 @@ def test_the_deadline_ends_a_request_with_504_and_its_work(tiny_engine, held):
 
 
 def test_the_deadline_covers_the_queue(tiny_model_dir):
-    from kvboost_edge import CPUPagedEngine
-
     options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "max_num_seqs": 1}
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
         engine.generate("warm", max_new_tokens=2)
@@ -210,6 +209,28 @@ def test_the_deadline_of_a_stream_moves_with_each_token(tiny_engine, held, monke
             assert [line for line in lines if line][-1] == "data: [DONE]"
         wait_until(server.idle, "the work to stop")
     assert [one.deadline for one in terms] == [None], "the engine would end the stream"
+
+
+def test_the_deadline_of_a_stream_moves_while_its_prompt_advances(tiny_model_dir):
+    options = {"num_blocks": 64, "dtype": "float32", "max_batch_tokens": 16}
+    with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
+        engine.generate("warm", max_new_tokens=2)
+        held = HeldForward(engine)
+        body = {**TEXT, "prompt": list(range(1, 100)), "stream": True}
+        with (
+            serving(engine, request_timeout=1.0) as server,
+            posting(server, body) as answers,
+        ):
+            wait_until(lambda: held.steps == 1, "the prompt to run")
+            (admission,) = server.state.admission.admitted
+            for number in (2, 3):
+                before = admission.deadline
+                held.step()
+                wait_until(lambda n=number: held.steps == n, "the next part of the prompt")
+                wait_until(lambda d=before: admission.deadline > d, "the deadline to move")
+            wait_until(lambda: not server.state.admission.admitted, "the stream to end")
+            held.release()
+    assert answers[0].status_code == 504, "a prompt that stands still must end"
 
 
 def test_a_disconnect_while_queued_stops_the_request(tiny_engine, held):
