@@ -31,7 +31,7 @@ from kvboost_edge.models.fingerprint import (
 )
 from kvboost_edge.models.gguf.dense_tensors import gguf_dense
 from kvboost_edge.models.gguf.metadata_config import TOKENS, gguf_config, gguf_generation
-from kvboost_edge.models.gguf.ollama_layout import in_common_layout
+from kvboost_edge.models.gguf.ollama_layout import in_llama_cpp_layout
 from kvboost_edge.models.gguf.source import GgufSource, is_mtp_file, own_layers, trimmed_tensor
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.gguf.tensor_check import check_gguf
@@ -465,7 +465,7 @@ class _GgufFile(Checkpoint):
 
     def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         super().__init__(path, cache_dir)
-        self._header = in_common_layout(read_gguf_model(path))
+        self._header = in_llama_cpp_layout(read_gguf_model(path))
         self._stamps = tuple(part.stamp for part in self._header.parts)
 
     def _read_config(self) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 
-__all__ = ["in_common_layout"]
+__all__ = ["in_llama_cpp_layout"]
 
 _ARCHITECTURE = "general.architecture"
 _TOKENIZER = "tokenizer.ggml."
@@ -135,7 +135,7 @@ class _Layout:
                     self.values[key] = self.values[key][:rows]
 
 
-def in_common_layout(header: GgufHeader) -> GgufHeader:
+def in_llama_cpp_layout(header: GgufHeader) -> GgufHeader:
     """Return a header in the layout of llama.cpp's converters. Headers in that layout do not
     change.
 

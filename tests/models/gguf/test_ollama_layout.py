@@ -13,7 +13,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
-from kvboost_edge.models.gguf.ollama_layout import in_common_layout
+from kvboost_edge.models.gguf.ollama_layout import in_llama_cpp_layout
 
 QWEN3_5 = OllamaChange(
     keys={"rope.dimension_sections": None, "full_attention_interval": None},
@@ -240,6 +240,6 @@ def test_the_hubs_layout_does_not_change(tmp_path):
     for name in ("gemma3", "lfm2", "ministral3", "qwen3_5_text"):
         folder = tmp_path / name
         header = read_gguf(write_gguf(save_model(name, folder), tmp_path / f"{name}.gguf"))
-        found = in_common_layout(header)
+        found = in_llama_cpp_layout(header)
         assert found.values.keys() == header.values.keys()
         assert found.tensors == header.tensors
