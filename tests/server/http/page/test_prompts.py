@@ -15,7 +15,8 @@ TEXT = (
     "The mine of North Romin is nickel. Its owner is the town. " * 4
     + "Today is {}. What does it mine?"
 )
-# Requests as the server lists them, the latest first.
+# Requests as the server lists them, the latest first. The name of none begins an identifier that
+# the server gives: it finds requests by the beginning of their identifier.
 LISTED = [
     {
         "cause": "none",
@@ -69,13 +70,13 @@ BARE = {
     "normalised": [],
 }
 LISTED = [
-    BARE | one | {"request_id": f"req-{number}", "at": 1e9 - number}
+    BARE | one | {"request_id": f"req-listed-{number}", "at": 1e9 - number}
     for number, one in enumerate(LISTED)
 ]
 DETAILS = {
     "field": "message 0 (system)",
     "field_before": "message 0 (system)",
-    "compared_with": "req-3",
+    "compared_with": "req-listed-3",
     "text": "Today is Tuesday.",
     "text_before": "Today is Monday.",
     "normalised": ["tools", "billing"],
@@ -108,7 +109,7 @@ def listed(visiting, live_server):
         answer = {"object": "list", "data": LISTED, "kept_seconds": 60}
         visit.serve("**/v1/requests", answer)
         details = LISTED[4] | DETAILS
-        visit.serve("**/v1/requests/req-4/cache", details)
+        visit.serve("**/v1/requests/req-listed-4/cache", details)
         visit.click("nav button[data-view=requests]")
         visit.expects(".prompt").to_have_count(5)
         return visit
@@ -225,10 +226,10 @@ def test_the_requests_view_works_by_keyboard_alone(listed):
     visit.expects(".prompt:visible").to_have_count(2)
     tab_to(".prompt-row")
     keyboard.press("End")
-    visit.expects("[aria-controls=why-req-4]").to_be_focused()
+    visit.expects("[aria-controls=why-req-listed-4]").to_be_focused()
     keyboard.press("ArrowDown")  # no row is below
     keyboard.press("Enter")
-    details = visit.locator("#why-req-4")
+    details = visit.locator("#why-req-listed-4")
     expect(details.locator("del")).to_have_text("Monday")
     expect(details.locator("ins")).to_have_text("Tuesday")
     facts = [line.split("\n") for line in details.locator(".facts > div").all_inner_texts()]
@@ -237,16 +238,16 @@ def test_the_requests_view_works_by_keyboard_alone(listed):
         ["Remedy", "Put changing text after stable text."],
         ["Step share", "34 % of the tokens of its steps"],
         ["Normalized", "tools, billing"],
-        ["Compared with", "req-3"],
-        ["Request", "req-4"],
+        ["Compared with", "req-listed-3"],
+        ["Request", "req-listed-4"],
     ]
     tab_to(".facts .link")
     keyboard.press("Escape")
     expect(details).to_be_hidden()
-    visit.expects("[aria-controls=why-req-4]").to_be_focused()
+    visit.expects("[aria-controls=why-req-listed-4]").to_be_focused()
     for key, number in (("ArrowUp", 3), ("ArrowDown", 4), ("Home", 3)):
         keyboard.press(key)
-        visit.expects(f"[aria-controls=why-req-{number}]").to_be_focused()
+        visit.expects(f"[aria-controls=why-req-listed-{number}]").to_be_focused()
 
 
 @pytest.mark.parametrize(
@@ -266,10 +267,10 @@ def test_the_requests_view_fits_every_screen(listed, scheme, size):
         | DETAILS
         | {"text": "t" * 400, "field": "tool 3 (" + "n" * 64 + ")", "compared_with": "c" * 64}
     )
-    page.unroute("**/v1/requests/req-4/cache")
-    page.serve("**/v1/requests/req-4/cache", long)
-    page.click("[aria-controls=why-req-4]")
-    expect(page.locator("#why-req-4 pre").first).to_be_visible()
+    page.unroute("**/v1/requests/req-listed-4/cache")
+    page.serve("**/v1/requests/req-listed-4/cache", long)
+    page.click("[aria-controls=why-req-listed-4]")
+    expect(page.locator("#why-req-listed-4 pre").first).to_be_visible()
     assert page.evaluate(NO_SIDEWAYS)
     assert page.evaluate(OUTSIDE) == []
 
@@ -291,13 +292,13 @@ def shown(page, **told):
     """Open the report of the last request with these additional fields. The page reads the report
     each time.
     """
-    page.unroute("**/v1/requests/req-4/cache")
-    page.serve("**/v1/requests/req-4/cache", LISTED[4] | told)
-    opener = page.locator("[aria-controls=why-req-4]")
+    page.unroute("**/v1/requests/req-listed-4/cache")
+    page.serve("**/v1/requests/req-listed-4/cache", LISTED[4] | told)
+    opener = page.locator("[aria-controls=why-req-listed-4]")
     if opener.get_attribute("aria-expanded") == "true":
         opener.click()
     opener.click()
-    page.locator("#why-req-4:not([aria-busy]) .facts").wait_for()
+    page.locator("#why-req-listed-4:not([aria-busy]) .facts").wait_for()
 
 
 @pytest.mark.full
@@ -319,9 +320,9 @@ def test_only_different_texts_are_shown_side_by_side(listed):
         ({"cause": "tools", "text": "", "text_before": ""}, [], None),
     ):
         shown(page, **DETAILS | told)
-        assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions, told
-        page.expects("#why-req-4 .prompt-said").to_have_count(0 if said is None else 1)
-        assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
+        assert page.locator("#why-req-listed-4 figcaption").all_inner_texts() == captions, told
+        page.expects("#why-req-listed-4 .prompt-said").to_have_count(0 if said is None else 1)
+        assert said is None or page.locator("#why-req-listed-4 .prompt-said").inner_text() == said
 
 
 @pytest.mark.full
@@ -334,7 +335,7 @@ def test_a_position_is_shown_only_for_requests_with_a_difference(listed):
         ("evicted", True),
     ):
         shown(page, cause=cause, position=0)
-        facts = page.locator("#why-req-4 .facts dt").all_inner_texts()
+        facts = page.locator("#why-req-listed-4 .facts dt").all_inner_texts()
         assert ("Position" in facts, "Request" in facts) == (has_position, True), cause
 
 
@@ -342,8 +343,8 @@ def test_a_position_is_shown_only_for_requests_with_a_difference(listed):
 def test_an_expired_request_is_reported(listed):
     visit = listed()
     visit.expected_failures = ("404",)
-    visit.click("[aria-controls=why-req-0]")
-    visit.shows("#why-req-0", "This request is no longer kept.")
+    visit.click("[aria-controls=why-req-listed-0]")
+    visit.shows("#why-req-listed-0", "This request is no longer kept.")
 
 
 @pytest.mark.full
