@@ -124,9 +124,10 @@ test-times: setup  ## run `make test` and record its times in benchmarks/results
 	@sed -n '1,/^$$/p' $(TIMES)
 
 RUNS ?= 10
+AT_ONCE ?= 1
 
-test-loaded: setup  ## run timing-sensitive tests RUNS=10 times on busy cores
-	$(BIN)/python tests/loaded.py --runs $(RUNS)
+test-loaded: setup  ## run timing-sensitive tests RUNS=10 times on busy cores, AT_ONCE=1 runs at once
+	$(BIN)/python tests/loaded.py --runs $(RUNS) --at-once $(AT_ONCE)
 
 coverage: setup  ## measure line and branch coverage, without kernels
 	$(BIN)/coverage erase

@@ -1,10 +1,11 @@
-"""Repeat the tests that a busy machine could break, with a busy process on every core (`make
-test-loaded`).
+"""Repeat the tests that a busy machine could break while other processes keep every core busy
+(`make test-loaded`).
 
-    python tests/loaded.py [--runs 10] [PATH ...]
+    python tests/loaded.py [--runs 10] [--at-once 1] [PATH ...]
 
-The default paths are the tests marked `alone` or `cluster` and the tests that start a process. The
-script prints each failure and one line per run. It exits with status 1 if any run failed.
+The default paths are the tests marked `alone` or `cluster` and the tests that start a process. With
+`--at-once`, several runs go on beside one another, and each is load for the others. The script
+prints each failure and one line per run. It exits with status 1 if any run failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,20 @@ def busy_cores(count: int) -> Iterator[None]:
             process.wait()
 
 
+def run(number: int, command: list[str]) -> bool:
+    """Run `command` as run `number`, print its failures and its last line; return whether it
+    passed.
+    """
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=WIDE, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines() or done.stderr.splitlines() or ["no output"]
+    said = [f"run {number}: {line}" for line in filter(FAILURE.match, lines)]
+    seconds = time.monotonic() - started
+    said.append(f"run {number}: {lines[-1]} ({seconds:.0f} s)")
+    print("\n".join(said), flush=True)
+    return done.returncode == 0
+
+
 def main() -> int:
     """Run the tests `--runs` times; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -54,30 +70,25 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=int, default=10, help="number of runs [10]")
     parser.add_argument(
+        "--at-once", type=int, default=1, help="number of runs beside one another [1]"
+    )
+    parser.add_argument(
         "paths", nargs="*", help="files or folders of tests [all that load could break]"
     )
     options = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     command += options.paths or sensitive_files()
+    # Beside one run, a process spins on each core. More runs than cores keep the cores busy.
     cores = os.cpu_count() or 1
-    failed = 0
-    with busy_cores(cores):
-        for number in range(1, options.runs + 1):
-            started = time.monotonic()
-            done = subprocess.run(
-                command, cwd=ROOT, env=WIDE, capture_output=True, text=True, check=False
-            )
-            failed += done.returncode != 0
-            lines = done.stdout.splitlines() or done.stderr.splitlines() or ["no output"]
-            for line in filter(FAILURE.match, lines):
-                print(line)
-            print(
-                f"run {number}: {lines[-1]} ({time.monotonic() - started:.0f} s, {cores} busy "
-                "cores)",
-                flush=True,
-            )
-    print(f"{options.runs - failed} of {options.runs} runs passed")
-    return 1 if failed else 0
+    spinning = cores if options.at_once <= cores else 0
+    with busy_cores(spinning), ThreadPoolExecutor(options.at_once) as beside:
+        numbers = range(1, options.runs + 1)
+        passed = sum(beside.map(lambda number: run(number, command), numbers))
+    print(
+        f"{passed} of {options.runs} runs passed; {cores} cores, {spinning} spinning processes, "
+        f"{options.at_once} runs at once"
+    )
+    return 0 if passed == options.runs else 1
 
 
 if __name__ == "__main__":
