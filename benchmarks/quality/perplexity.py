@@ -87,9 +87,13 @@ def ours(
     """Return a row for float32 and one for each format, each loaded next to the reference."""
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
+        num_leading = len(first.tokenizer.leading_ids)
         for form in forms:
             with CPUPagedEngine.from_pretrained(str(model), num_blocks=256, **FORMS[form]) as other:
-                found = [score_text(first, ids, window=window, against=other) for ids in texts]
+                found = [
+                    score_text(first, ids, window=window, num_leading=num_leading, against=other)
+                    for ids in texts
+                ]
             counts = [score.scored_tokens for score in found]
             if not rows:
                 rows.append(
@@ -138,10 +142,12 @@ def llama_rows(
     """Return a row for each KV width of llama.cpp, with the file's types, against float32."""
     rows = []
     with CPUPagedEngine.from_pretrained(str(model), weights="f32", num_blocks=256) as first:
+        num_leading = len(first.tokenizer.leading_ids)
         for name, bits in (("llama.cpp, kv f16", 16), ("llama.cpp, kv q8_0", 8)):
             other = LlamaCpp(python, model, bits, first.runner_info)
+            against: Any = other
             found = [
-                score_text(first, ids, window=window, against=other)  # type: ignore[arg-type]
+                score_text(first, ids, window=window, num_leading=num_leading, against=against)
                 for ids in texts
             ]
             other.close()

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks.data import real_model
 from benchmarks.quality import perplexity
-from kvboost_edge.engine.perplexity import Difference
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.perplexity import Difference, score_text
 
 DATA = b"GGUF and a model" * 1000
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -48,6 +49,19 @@ def test_rows_are_weighted_by_tokens():
     assert row["max KL"] == 0.7
     assert row["same top %"] == pytest.approx(62.5)
     assert perplexity.row_of("first", [], [2.0, 8.0], [100, 300])["mean KL"] is None
+
+
+def test_windows_begin_with_the_leading_tokens(tiny_model_dir):
+    with CPUPagedEngine.from_pretrained(tiny_model_dir, weights="f32", num_blocks=64) as engine:
+        num_leading = len(engine.tokenizer.leading_ids)
+        assert num_leading == 1
+        ids = engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 3)
+        expected, without = (
+            score_text(engine, ids, window=64, num_leading=count) for count in (num_leading, 0)
+        )
+    rows = perplexity.ours(tiny_model_dir, [ids], 64, ["bf16"])
+    assert rows[0]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-9)
+    assert rows[0]["perplexity"] != pytest.approx(without.perplexity, rel=1e-6)
 
 
 def test_texts_are_those_of_installed_packages():
