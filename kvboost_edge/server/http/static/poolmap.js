@@ -92,6 +92,7 @@ export class PoolMap {
     const width = this.#canvas.parentElement.clientWidth;
     if (width === 0) return; // the view is not shown
     this.#plan = layout(this.#pool.states.length, width);
+    this.#cursor = Math.min(this.#cursor, this.#numCells() - 1); // the pool may have become smaller
     const { cell, columns, rows, perCell } = this.#plan;
     const context = this.#resized(Math.min(width, columns * cell), Math.max(1, rows) * cell);
     const inks = inksFor(this.#canvas, context);
@@ -147,7 +148,7 @@ export class PoolMap {
 
   #moveTo(index) {
     if (index === this.#cursor) return;
-    this.#cursor = Math.min(index, this.#numCells() - 1);
+    this.#cursor = index;
     this.draw();
   }
 

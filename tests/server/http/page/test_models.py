@@ -189,6 +189,22 @@ def test_the_live_view_shows_the_selected_model(several):
 
 
 @pytest.mark.full
+def test_a_model_may_be_unloaded_while_a_block_is_described(several):
+    page = several.page
+    page.shows("#live-state", "live")
+    page.focus("#map")
+    page.expects("#map-detail").to_contain_text("Block 0: ")
+    several.tells(model(SMALL, "not_loaded"), model(LARGE))
+    page.shows("#live-state", "not loaded")
+    page.shows("#models-state", "live")
+    page.expects("#map-detail").to_contain_text("arrow keys")
+    several.tells(model(SMALL), model(LARGE))
+    page.shows("#live-state", "live")
+    page.keyboard.press("ArrowRight")
+    page.expects("#map-detail").to_contain_text("Block 0: ")
+
+
+@pytest.mark.full
 def test_request_rows_name_their_model_if_there_are_several(several):
     page = several.page
     long = "n" * 300
