@@ -39,7 +39,7 @@ _MORE = {
     "bench": "See [measure speed](how-to/benchmark.md).",
     "cache": "See [inspect and clean up](disk_tier.md#inspect-and-clean-up).",
     "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`. If input "
-    "is piped, the exit code is 1 if a turn failed.",
+    "is piped, the exit code is 1 if a turn failed or the session could not be saved.",
     "doctor": "See [models](models.md).",
     "generate": "See [structured output](structured.md) for `--json-schema` and `--grammar`.",
     "kernels": "See [start faster](how-to/startup.md).",

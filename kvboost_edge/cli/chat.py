@@ -236,6 +236,7 @@ class _Conversation:
 
     Attributes:
         has_failed: Whether a turn ended with an error.
+        is_unsaved: Whether the last attempt to save the conversation in its session failed.
     """
 
     def __init__(self, partner: _Partner, console: Console, opening: _Opening) -> None:
@@ -245,6 +246,7 @@ class _Conversation:
         self._messages = list(opening.messages)
         self._refused = ""
         self.has_failed = False
+        self.is_unsaved = False
         if partner.session is not None:
             turns = counted(len(self._turns()), "turn", "turns")
             console.print(f"session {partner.session.name}: {turns}", style="dim")
@@ -338,8 +340,10 @@ class _Conversation:
         try:
             line = session.keep(self._messages)
         except KVBoostError as error:
+            self.is_unsaved = True
             print(f"the session was not saved: {error}", file=sys.stderr)
             return
+        self.is_unsaved = False
         self._console.print(f"session {session.name}: {line}", style="dim")
 
     def _turns(self) -> list[int]:
@@ -355,7 +359,7 @@ def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
     """Read user messages until the end of input.
 
     Raises:
-        typer.Exit: A turn ended with an error, and the input is piped.
+        typer.Exit: A turn ended with an error or the session is not saved, and the input is piped.
     """
     conversation = _Conversation(partner, console, opening)
     console.print(_HELP, style="dim")
@@ -381,7 +385,7 @@ def _converse(console: Console, partner: _Partner, opening: _Opening) -> None:
             console.print(_HELP, style="dim")
         elif line:
             conversation.take(line)
-    if conversation.has_failed and not sys.stdin.isatty():
+    if (conversation.has_failed or conversation.is_unsaved) and not sys.stdin.isatty():
         raise typer.Exit(1)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.serve_options import options_from
 from kvboost_edge.tiers.disk.session_records import SessionStore
 
@@ -74,12 +75,30 @@ def test_a_named_session_on_a_server(typed, printed):
         assert "session a b: 1 turn" in out
         assert cached(out)[0] >= 16
         typed("Hi, and again hi to all of you\n")
-        out, err = printed(*chat, KEYS[0], "--session", "c")
+        out, err = printed(*chat, KEYS[0], "--session", "c", code=1)
         assert "the session was not saved" in err
         assert "max_sessions=1" in err
         assert len(cached(out)) == 1  # the conversation continues
         typed("Hello there, how are you today?\n")
         assert "session a b: 0 turns" in printed(*chat, KEYS[1], "--session", "a b").out
+
+
+def test_a_later_save_makes_up_for_a_failed_one(
+    tiny_model_dir, tmp_path, printed, typed, monkeypatch
+):
+    put = SessionStore.put
+    failures = iter((ConfigError("no space"),))
+
+    def put_second(*arguments):
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return put(*arguments)
+
+    monkeypatch.setattr(SessionStore, "put", put_second)
+    typed("Hello there, how are you today?\nAnd now?\n")
+    chat = ("chat", "-m", tiny_model_dir, *SMALL, "-o", f"disk_cache_dir={tmp_path}")
+    assert "the session was not saved: no space" in printed(*chat, "--session", "a").err
+    assert len(SessionStore(tmp_path).find(None, None, "a").content["messages"]) == 4
 
 
 @pytest.mark.parametrize(
