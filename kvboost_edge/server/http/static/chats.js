@@ -21,19 +21,33 @@ export function keptChats() {
 /** The title of a chat: the beginning of its first question. */
 export const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
 
-/** Stores a chat and returns whether that worked. Deletes the oldest others if there are too many or storage is full. */
+/**
+ * Stores a chat and returns whether that worked. Deletes the oldest others if there are too many or storage is full,
+ * but not for a chat that does not fit without them either.
+ */
 export function keepChat(id, turns) {
   const text = JSON.stringify({ title: titleOf(turns), changed: Date.now(), turns });
   const others = keptChats().filter((chat) => chat.id !== id);
   for (const chat of others.splice(MAX_STORED_CHATS - 1)) removeChat(chat.id);
-  for (;;) {
-    try {
-      localStorage.setItem(PREFIX + id, text);
-      return true;
-    } catch {
-      if (others.length === 0) return false;
-      removeChat(others.pop().id);
+  const evicted = []; // [key, text]
+  while (!stored(PREFIX + id, text)) {
+    if (others.length === 0) {
+      for (const [key, earlier] of evicted) stored(key, earlier);
+      return false;
     }
+    const key = PREFIX + others.pop().id;
+    evicted.push([key, localStorage.getItem(key)]);
+    localStorage.removeItem(key);
+  }
+  return true;
+}
+
+function stored(key, text) {
+  try {
+    localStorage.setItem(key, text);
+    return true;
+  } catch {
+    return false; // storage is full or blocked
   }
 }
 
