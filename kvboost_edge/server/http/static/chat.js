@@ -5,7 +5,7 @@ import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
 import { keepChat, keptChats, removeChat } from "/static/chats.js";
 import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
 import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
-import { button, byId, copy, element } from "/static/dom.js";
+import { button, byId, copy, element, setText } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
 import { plural } from "/static/format.js";
 import { load, save } from "/static/storage.js";
@@ -248,6 +248,7 @@ export class Chat {
     save("chat", this.#id);
     this.#list();
     this.#conversation = new Conversation(kept?.turns);
+    this.#warn("");
     this.#view = null;
     this.#log.querySelectorAll(".turn").forEach((turn) => turn.remove());
     byId("empty").hidden = this.#conversation.turns.length > 0;
@@ -275,9 +276,10 @@ export class Chat {
     if (turns.length === 0) {
       removeChat(this.#id);
       this.#id = "";
+      this.#warn("");
     } else {
       this.#id ||= `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`;
-      if (!keepChat(this.#id, turns)) this.#say("The browser cannot store this chat. Reloading the page will lose it.");
+      this.#warn(keepChat(this.#id, turns) ? "" : "The browser cannot store this chat. Export it before you close or reload the page.");
     }
     save("chat", this.#id);
     this.#list();
@@ -313,6 +315,10 @@ export class Chat {
 
   #say(text) {
     byId("status").textContent = text;
+  }
+
+  #warn(text) {
+    setText(byId("chat-warning"), text);
   }
 
   /** Keeps the newest text in view, unless the reader scrolled away from it. */

@@ -8,6 +8,7 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.slow
 
 CHAT = "chat:"
+UNSTORED = "The browser cannot store this chat. Export it before you close or reload the page."
 
 
 def kept(visit):
@@ -192,7 +193,10 @@ def test_full_storage_evicts_the_oldest_chats_if_that_helps_or_warns(stand_in):
     chat.click("#new-chat")
     say(chat, "Too much", "x" * 1_500_000, 4)
     assert kept(chat).keys() == {"Older", "Newest", "Too much"}
-    chat.shows("#status", "The browser cannot store this chat. Reloading the page will lose it.")
+    expect(chat.locator("#chat-warning")).to_be_visible()
+    chat.shows("#chat-warning", UNSTORED)
+    chat.click("#new-chat")
+    expect(chat.locator("#chat-warning")).to_be_hidden()
 
 
 def test_the_page_works_without_storage(stand_in):
@@ -204,5 +208,5 @@ def test_the_page_works_without_storage(stand_in):
     )
     say(chat, "Hello", "Hi", 1)
     assert options(chat) == ["New chat"]
-    chat.shows("#status", "The browser cannot store this chat. Reloading the page will lose it.")
+    chat.shows("#chat-warning", UNSTORED)
     chat.evaluate("Object.defineProperty(window, 'localStorage', window.storage)")
