@@ -184,6 +184,7 @@ def build_from_path(
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
+    runner.info = dataclasses.replace(runner.info, num_params=summary.num_params)
     draft_runner = None
     draft_fingerprint = ""
     if draft is not None:

@@ -97,6 +97,7 @@ class RunnerInfo:
             and stores none.
         short_vocabulary: number of ids in the short vocabulary, which has the lowest ids, or 0 if
             passes always compute all logits.
+        num_params: number of parameters, or 0 if unknown.
         numerics: versions of everything else that the exact bits of KV depend on.
         splits_passes: True if the runner computes KV that other sequences may reuse differently
             from all other KV. It then needs `ForwardBatch.num_shareable`.
@@ -117,6 +118,7 @@ class RunnerInfo:
     joins_states: bool = False
     borrows_kv: bool = False
     short_vocabulary: int = 0
+    num_params: int = 0
     numerics: str = ""
     splits_passes: bool = False
 

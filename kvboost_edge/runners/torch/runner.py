@@ -129,6 +129,7 @@ class TorchRunner:
                 kv_bits,
             ),
             hidden_size=_state_size(model, states),
+            num_params=model.num_parameters(),
             numerics=(
                 f"torch {torch.__version__} transformers {version('transformers')} "
                 f"{torch.get_num_threads()} {_processor(model.device)}"

@@ -47,6 +47,7 @@ class KnownProperties(NamedTuple):
 
     Attributes:
         max_context: number of tokens of its context that fit into its block pool.
+        num_params: number of parameters, or 0 if unknown.
     """
 
     runner: str
@@ -55,6 +56,7 @@ class KnownProperties(NamedTuple):
     vocab_size: int
     max_context: int
     weight_bytes: int
+    num_params: int
     hidden_size: int
     chat_template: str
     sampling: SamplingDefaults
@@ -71,6 +73,7 @@ class KnownProperties(NamedTuple):
             info.vocab_size,
             state.usable_context,
             info.weight_bytes,
+            info.num_params,
             info.hidden_size,
         )
         template = engine.tokenizer.chat_template or ""

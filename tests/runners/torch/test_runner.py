@@ -138,6 +138,7 @@ def test_from_dir_equals_the_saved_model(tiny_model_dir, capfd):
         300,
     )
     assert (info.max_context, info.kv_spec.block_size, len(info.kv_spec.layers)) == (512, 16, 3)
+    assert info.num_params == sum(p.numel() for p in runner.model.parameters())
     assert info.weight_bytes == sum(p.numel() * 4 for p in runner.model.parameters()) + sum(
         b.numel() * 4 for b in runner.model.buffers()
     )

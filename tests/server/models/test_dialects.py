@@ -5,6 +5,7 @@ how long it stays loaded.
 import json
 
 import pytest
+from safetensors.numpy import load_file
 
 from helpers.server.api_bodies import ASKED, GENERATING, asked
 from helpers.server.live_servers import serving, wait_until
@@ -76,6 +77,18 @@ def unloaded(server):
         client.post("/api/generate", json={"model": "b", "keep_alive": 0})
     wait_until(lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded")
     return server
+
+
+def test_ollama_shows_the_number_of_parameters_in_the_files(unloaded, second_model_dir):
+    num_params = sum(one.size for one in load_file(second_model_dir / "model.safetensors").values())
+    assert 1000 < num_params < 10**6
+    with unloaded.client() as client:
+        assert client.post("/api/chat", json={"model": "b"}).json()["done"]
+        shown = client.post("/api/show", json={"model": "b"}).json()
+        listed = client.get("/api/tags").json()["models"]
+    assert shown["model_info"]["general.parameter_count"] == num_params
+    assert shown["details"]["parameter_size"] == f"{round(num_params / 1000)}K"
+    assert shown["details"] in [one["details"] for one in listed]
 
 
 def test_ollama_tags_lists_all_models_and_ps_the_loaded_ones(unloaded):

@@ -5,8 +5,11 @@ name, model names, and loading.
 import pytest
 
 from helpers.server.compat_apis import APIS
+from helpers.server.live_servers import app_client
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
 from kvboost_edge import __version__
+from kvboost_edge.server.app import create_app
+from kvboost_edge.server.settings import ServerSettings
 
 CHAT = APIS["/api/chat"]
 GENERATE = APIS["/api/generate"]
@@ -131,6 +134,29 @@ async def test_the_model_is_listed_and_shown_under_its_names(app):
         assert (
             await app.post("/api/chat", json={"model": name, "messages": []})
         ).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("num_params", "shown"),
+    [  # Ollama's own formats
+        (0, ""),
+        (999, "999"),
+        (30_496, "30K"),
+        (134_515_008, "134.52M"),
+        (2 * 10**6, "2M"),
+        (999_999_999, "1000.00M"),
+        (8_030_261_248, "8.0B"),
+        (7 * 10**9, "7B"),
+    ],
+)
+async def test_numbers_of_parameters_have_ollamas_format(spoken_engine, num_params, shown):
+    app = create_app(spoken_engine, ServerSettings(model_name="fake"))
+    async with app_client(app) as client:
+        served = app.state.kv.models.find("fake")
+        served.known = served.known._replace(num_params=num_params)
+        answer = (await client.post("/api/show", json={"model": "fake"})).json()
+    assert answer["details"]["parameter_size"] == shown
+    assert answer["model_info"].get("general.parameter_count", 0) == num_params
 
 
 async def test_version_returns_api_and_server_versions(app):

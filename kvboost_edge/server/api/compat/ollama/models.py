@@ -72,6 +72,7 @@ def show_model(server: ServerState, served: ServedModel) -> Json:
         "general.architecture": kind,
         **(
             {
+                **({"general.parameter_count": known.num_params} if known.num_params else {}),
                 f"{kind}.context_length": known.max_context,
                 f"{kind}.embedding_length": known.hidden_size,
                 f"{kind}.vocab_size": known.vocab_size,
@@ -125,9 +126,18 @@ def _details(served: ServedModel) -> Json:
         "format": known.runner if known else "",
         "family": known.architecture if known else "",
         "families": [known.architecture] if known else [],
-        "parameter_size": "",
+        "parameter_size": _parameter_size(known.num_params) if known else "",
         "quantization_level": known.dtype if known else "",
     }
+
+
+def _parameter_size(num_params: int) -> str:
+    """Format a number of parameters as Ollama does, such as "8.0B" for 8,030,261,248."""
+    for unit, size, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if num_params >= size:
+            number = num_params / size
+            return f"{number:.{0 if number.is_integer() else digits}f}{unit}"
+    return str(num_params or "")
 
 
 def _expiry(server: ServerState, served: ServedModel) -> str:
