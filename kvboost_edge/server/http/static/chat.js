@@ -2,7 +2,7 @@
 
 import { streamChat } from "/static/api.js";
 import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
-import { keepChat, keptChats, removeChat } from "/static/chats.js";
+import { idOf, keepChat, keptChats, removeChat } from "/static/chats.js";
 import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
 import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
 import { button, byId, copy, element, setText } from "/static/dom.js";
@@ -47,8 +47,7 @@ export class Chat {
     byId("delete-chat").addEventListener("click", () => this.#delete());
     this.#offerExport();
     byId("chats").addEventListener("change", (event) => this.open(event.target.value));
-    // Another tab stored or deleted a chat.
-    addEventListener("storage", () => this.#list());
+    addEventListener("storage", (event) => this.#changedElsewhere(event));
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
     this.open(load("chat"));
     document.addEventListener("keydown", (event) => {
@@ -294,6 +293,18 @@ export class Chat {
   startNew() {
     this.open("");
     this.#prompt.focus();
+  }
+
+  /** Another tab stored or deleted a chat. If it continued this one, shows that, or keeps a running answer as another chat. */
+  #changedElsewhere({ key, newValue }) {
+    const isContinued = newValue !== null && this.#id !== "" && idOf(key) === this.#id;
+    if (isContinued && this.#running === null) {
+      this.open(this.#id);
+    } else if (isContinued) {
+      this.#id = "";
+      this.#keep();
+    }
+    this.#list();
   }
 
   /** Lists the stored chats. */

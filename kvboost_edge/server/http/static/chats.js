@@ -1,4 +1,4 @@
-/** Chats stored in this browser, each under its own key, so that two tabs do not overwrite each other. */
+/** Chats stored in this browser, each under its own key, so that tabs with different chats do not overwrite each other. */
 
 const PREFIX = "chat:";
 const TITLE_LENGTH = 48;
@@ -17,6 +17,9 @@ export function keptChats() {
   }
   return found.sort((one, other) => other.changed - one.changed);
 }
+
+/** The id of the chat that is stored under `key`, or "". */
+export const idOf = (key) => (key?.startsWith(PREFIX) ? key.slice(PREFIX.length) : "");
 
 /** The title of a chat: the beginning of its first question. */
 export const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);

@@ -329,6 +329,14 @@ class StandIn:
         """Return an attribute of the visit."""
         return getattr(self.visit, name)
 
+    @contextmanager
+    def another_tab(self):
+        """Yield the page in another tab of the browser."""
+        page = self.visit.page.context.new_page()
+        page.goto(f"{self.visit.origin}/")
+        yield StandIn(dataclasses.replace(self.visit, page=page))
+        page.close()
+
     def deltas(self, *deltas, **choice):
         """Send the next parts of the response as OpenAI's deltas; `choice` has more fields of their
         choice.

@@ -11,15 +11,18 @@ CHAT = "chat:"
 UNSTORED = "The browser cannot store this chat. Export it before you close or reload the page."
 
 
-def kept(visit):
-    """Return the questions of the stored chats by title."""
+def kept_turns(visit):
+    """Return the turns of each stored chat."""
     chats = visit.evaluate(
         "(name) => Object.entries(localStorage).filter(([key]) => key.startsWith(name))", CHAT
     )
-    return {
-        chat["title"]: [turn["question"] for turn in chat["turns"]]
-        for chat in (json.loads(text) for _, text in chats)
-    }
+    return [json.loads(text)["turns"] for _, text in chats]
+
+
+def kept(visit):
+    """Return the questions of the stored chats by the first one, which is their title."""
+    questions = [[turn["question"] for turn in turns] for turns in kept_turns(visit)]
+    return {asked[0]: asked for asked in questions}
 
 
 def options(visit):
@@ -158,15 +161,44 @@ def test_editing_the_only_message_removes_the_chat(stand_in):
 @pytest.mark.full
 def test_a_chat_of_another_tab_is_listed(stand_in):
     chat = stand_in()
-    other = chat.page.context.new_page()
-    other.goto(chat.origin)
     turns = [{"question": "From afar", "steps": []}]
     text = json.dumps({"title": "From afar", "changed": 1, "turns": turns})
-    other.evaluate("(text) => localStorage.setItem('chat:x', text)", text)
-    expect(chat.locator("#chats option")).to_have_text(["New chat", "From afar"])
-    other.close()
+    with chat.another_tab() as other:
+        other.evaluate("(text) => localStorage.setItem('chat:x', text)", text)
+        expect(chat.locator("#chats option")).to_have_text(["New chat", "From afar"])
     chat.select_option("#chats", label="From afar")
     expect(chat.locator(".turn.stopped .question")).to_have_text("From afar")
+
+
+@pytest.mark.full
+def test_two_tabs_continue_the_same_chat(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    with chat.another_tab() as other:
+        other.select_option("#chats", label="Apples")
+        assert say(other, "Pears", "Green", 1) == ["Apples", "Red", "Pears"]
+        expect(chat.locator(".answer-body")).to_have_text(["Red", "Green"])
+        assert say(chat, "Plums", "Blue", 2) == ["Apples", "Red", "Pears", "Green", "Plums"]
+        expect(other.locator(".question")).to_have_text(["Apples", "Pears", "Plums"])
+    assert kept(chat) == {"Apples": ["Apples", "Pears", "Plums"]}
+
+
+@pytest.mark.full
+def test_two_tabs_that_answer_in_the_same_chat_keep_both_answers(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.ask("Plums")
+    chat.asked(2)
+    with chat.another_tab() as other:
+        other.select_option("#chats", label="Apples")
+        say(other, "Pears", "Green", 1)
+        expect(chat.locator("#chats option")).to_have_text(["New chat", "Apples", "Apples"])
+    chat.deltas({"content": "Blue"})
+    chat.end("stop")
+    assert options(chat) == ["New chat", "Apples", "Apples"]
+    questions = [[turn["question"] for turn in turns] for turns in kept_turns(chat)]
+    assert sorted(questions) == [["Apples", "Plums"], ["Apples", "Plums", "Pears"]]
+    expect(chat.locator(".answer-body")).to_have_text(["Red", "Blue"])
 
 
 @pytest.mark.full
