@@ -31,14 +31,13 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
 from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.data.given_answers import give_answers
 from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from benchmarks.data.speculation_tasks import TASKS, Task
 from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.schedule import sequence as running_state
 from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch
@@ -124,10 +123,9 @@ class Bench:
         tokenizer = self.engine.tokenizer
         if self.script is None:
             messages = [{"role": "user", "content": task.question}]
-            return self.engine._builder.token_ids(messages, Terms())
+            return tokenizer.encode_chat(messages)
         prompt = _words(task.question)
         self.script[tuple(prompt)] = _words(task.answer)
-        assert tokenizer is not None
         return prompt
 
     def _ask(self, prompts: Sequence[list[int]], way: str) -> list[GenerationResult]:
@@ -222,19 +220,6 @@ def _words(text: str) -> list[int]:
     return list(_tokenizer.encode(text))
 
 
-def _follow(script: Script) -> None:
-    """Make every sequence generate its answer from the script."""
-
-    def sampler(*args: Any, **more: Any) -> Any:
-        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int, largest: Any) -> int:
-            logits.argmax()  # the work of a greedy step
-            return script[tuple(token_ids[:num_prompt])][len(token_ids) - num_prompt]
-
-        return sample
-
-    running_state.make_sampler = sampler
-
-
 def _draft(script: Script, acceptance: Sequence[float]) -> None:
     """Make the head draft tokens of the script with these probabilities, by position."""
     rng = np.random.default_rng(0)
@@ -316,7 +301,7 @@ def main() -> None:
         model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"
         kept_gguf(model, _SHAPES[chosen.shape], chosen.quant)
         script: Script = {}
-        _follow(script)
+        give_answers(lambda prompt: script[tuple(prompt)])
         if chosen.acceptance:
             _draft(script, [float(chance) for chance in chosen.acceptance.split(",")])
         vocabulary = chosen.draft_vocabulary

@@ -27,14 +27,15 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
 from benchmarks.bench.bench_peers import parser_for_models
+from benchmarks.data.given_answers import give_answers
 from benchmarks.data.large_vocabulary import made_tokenizer, made_words
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from kvboost_edge import CPUPagedEngine, EngineConfig, GenerationResult
 from kvboost_edge.engine.build import build_from_path
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.grammar.masks import GrammarConstraint
 from kvboost_edge.engine.request.requested_grammar import read_grammar
-from kvboost_edge.engine.schedule import sequence as running_state
 
 _PROMPT = 256
 _SPECIAL = 290  # rows without a token among the model's 151,936
@@ -149,16 +150,18 @@ class Clock:
 
 
 class Bench:
-    def __init__(self, engine: CPUPagedEngine, label: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, engine: CPUPagedEngine, compiler: GrammarCompiler, options: argparse.Namespace
+    ) -> None:
         self.engine = engine
-        self.label = label
         self.options = options
+        self._compiler = compiler
         self.rows: list[dict[str, Any]] = []
         self._clock = Clock()
         self._prompt = np.random.default_rng(0).integers(0, 1000, _PROMPT).tolist()
         self._script: list[int] | None = None
         self._count = 0
-        _follow(self)
+        give_answers(lambda _: self._script)
 
     def vocabulary(self) -> None:
         """Measure the preparation of a vocabulary, which happens once per model."""
@@ -224,7 +227,7 @@ class Bench:
     def _make(self, options: dict[str, Any]) -> GrammarConstraint:
         grammar = read_grammar(options)
         assert grammar is not None
-        return self.engine._sequences._structures.make(grammar)
+        return self._compiler.make(grammar)
 
     @staticmethod
     def _seconds_of(work: Callable[[], object]) -> float:
@@ -250,27 +253,6 @@ def _behind_first(result: GenerationResult) -> float:
     return result.token_times_ms[-1] - result.token_times_ms[0]
 
 
-def _follow(bench: Bench) -> None:
-    """Make sequences generate the answers of the bench's script, if they have one."""
-    make_sampler = running_state.make_sampler
-
-    def sampler(params: Any, seed: int) -> Any:
-        own = make_sampler(params, seed)
-        script = bench._script
-
-        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int) -> int:
-            chosen = own(logits, token_ids, num_prompt)
-            if script is None:
-                return chosen
-            given = script[len(token_ids) - num_prompt]
-            assert logits[given] > -np.inf, "the given answer does not fit"
-            return given
-
-        return sample
-
-    running_state.make_sampler = sampler
-
-
 def main() -> None:
     options = parser_for_models(__doc__)
     options.add_argument("--threads", type=int, default=2)
@@ -289,10 +271,12 @@ def main() -> None:
         build_from_path(str(model), config), tokenizer=tokenizer, eos_token_ids=frozenset({end})
     )
     with CPUPagedEngine._built_by(lambda _: parts, config) as engine:
-        bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen)
+        compiler = GrammarCompiler(tokenizer, shape.vocab, frozenset({end}))
+        bench = Bench(engine, compiler, chosen)
         bench.vocabulary()
         for task in tasks():
             bench.task(task)
+        compiler.close()
     harness.report("bench_structured", bench.rows, options=chosen, vocabulary=shape.vocab)
 
 
