@@ -21,7 +21,6 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
 from kvboost_edge import CPUPagedEngine, GenerationResult
-from kvboost_edge.engine.request.terms import Terms
 
 # None of them are among the recorded prompts of simulators/speculation.py.
 _PROMPTS = {
@@ -56,13 +55,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 def _ask(engine: CPUPagedEngine, question: str, way: str, tokens: int) -> GenerationResult:
     messages = [{"role": "user", "content": question}]
     engine.reset_cache()
-    (result,) = engine.generate_batch(
-        [engine._builder.token_ids(messages, Terms())],
-        max_new_tokens=tokens,
-        temperature=0.0,
-        **_WAYS[way],
-    )
-    return result
+    return engine.generate(messages, tokens, temperature=0.0, **_WAYS[way])
 
 
 def _seconds_per_token(result: GenerationResult) -> float:
