@@ -62,6 +62,11 @@ export function removeChat(id) {
   }
 }
 
+const isText = (value) => typeof value === "string";
+const isTurn = ({ question, steps }) => isText(question) && steps.every(isStep);
+const isStep = ({ reasoning, answer, calls, state }) => [reasoning, answer, state].every(isText) && calls.every(isCall);
+const isCall = ({ id, name, arguments: text, result }) => [id, name, text, result ?? ""].every(isText);
+
 /** A valid stored chat, or null. An answer that was running counts as stopped. */
 function parsed(text) {
   try {
@@ -69,7 +74,7 @@ function parsed(text) {
     for (const turn of turns) {
       for (const step of turn.steps) if (step.state === "running") step.state = "stopped";
     }
-    return turns.length > 0 ? { title: String(title), changed: Number(changed), turns } : null;
+    return turns.length > 0 && turns.every(isTurn) ? { title: String(title), changed: Number(changed), turns } : null;
   } catch {
     return null;
   }

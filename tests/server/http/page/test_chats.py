@@ -204,11 +204,23 @@ def test_two_tabs_that_answer_in_the_same_chat_keep_both_answers(stand_in):
 @pytest.mark.full
 def test_invalid_stored_chats_are_ignored(stand_in):
     chat = stand_in()
-    texts = ["", "[]", "{", '{"turns": []}', '{"turns": [{}]}', "null"]
+    step = {"reasoning": "", "answer": "One", "calls": [], "state": "done"}
+    turns = [
+        [],
+        [{}],
+        [{"question": 1, "steps": []}],
+        [{"question": "x", "steps": [{}]}],
+        [{"question": "x", "steps": [step | {"answer": None}]}],
+        [{"question": "x", "steps": [step | {"calls": [{"id": "1"}]}]}],
+    ]
+    texts = ["", "[]", "{", "null", *(json.dumps({"turns": one}) for one in turns)]
     store = "(texts) => texts.forEach((text, at) => localStorage.setItem(`chat:${at}`, text))"
     chat.evaluate(store, texts)
     reload(chat)
     assert options(chat) == ["New chat"]
+    chat.evaluate("sessionStorage.setItem('chat', '7')")
+    reload(chat)
+    assert say(chat, "Hello", "Hi", 1) == ["Hello"]
 
 
 @pytest.mark.full
