@@ -123,7 +123,10 @@ class Engine:
         return {"nbytes": nbytes}
 
     def restore(self, tokens: list[int], path: str) -> dict[str, Any]:
-        """Compute a prompt's first token from KV in a file: read the file, then run one token."""
+        """Compute a prompt's first token from KV in a file: read the file, then run one token.
+
+        Both are timed, so the answer leaves out the seconds of the token alone.
+        """
         self._clear()
         array = (ll.llama_token * len(tokens))()
         count = ctypes.c_size_t()
@@ -132,7 +135,7 @@ class Engine:
         ):
             raise RuntimeError(f"llama.cpp restored nothing from {path}")
         assert list(array)[: count.value] == tokens
-        return self.first_token(tokens, len(tokens) - 1)
+        return {"tokens": self.first_token(tokens, len(tokens) - 1)["tokens"]}
 
     def decode(self, tokens: list[int], count: int) -> dict[str, Any]:
         last = len(tokens) - 1
