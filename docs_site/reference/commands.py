@@ -41,7 +41,10 @@ _MORE = {
     "chat": "If a conversation exceeds the context, remove its oldest turn with `/drop`. If input "
     "is piped, the exit code is 1 if a turn failed or the session could not be saved.",
     "doctor": "See [models](models.md).",
-    "generate": "See [structured output](structured.md) for `--json-schema` and `--grammar`.",
+    "generate": "See [structured output](structured.md) for `--json-schema` and `--grammar`. With "
+    "`--json`, the fields are those of [GenerationResult](reference/python.md). An entry of "
+    "`logprobs` or `prompt_logprobs` is an object with `token` (its text), `token_id`, `logprob` "
+    "and `top`, the most likely tokens as such objects without `top`.",
     "kernels": "See [start faster](how-to/startup.md).",
     "launch": "See [connecting a client](apis.md#connecting-a-client).",
     "models": "See [recommended models](models.md#recommended-models).",

@@ -197,6 +197,30 @@ def test_generate_json_equals_the_engine(flags, prompt, sampling, tiny_model_dir
     assert shown["finish_reason"] == result.finish_reason
 
 
+def test_generate_json_names_the_tokens_of_log_probabilities(tiny_model_dir, answered):
+    asked = {"logprobs": 2, "prompt_logprobs": 1, "temperature": 0}
+    flags = [part for name, value in asked.items() for part in ("-s", f"{name}={value}")]
+    shown = answered("generate", "Hello", "-m", tiny_model_dir, "-n", "8", "--raw", *flags, *SMALL)
+    with CPUPagedEngine.from_pretrained(tiny_model_dir, num_blocks=64, dtype="float32") as engine:
+        result = engine.generate("Hello", max_new_tokens=8, **asked)
+
+        def named(token_id, logprob):
+            text = engine.tokenizer.decode([token_id], skip_special_tokens=False)
+            return {"token": text, "token_id": token_id, "logprob": logprob}
+
+        for name in ("logprobs", "prompt_logprobs"):
+            assert shown[name] == [
+                one
+                and {
+                    **named(one.token_id, one.logprob),
+                    "top": [named(*pair) for pair in one.top],
+                }
+                for one in getattr(result, name)
+            ]
+    assert "".join(one["token"] for one in shown["logprobs"]) == shown["output_text"]
+    assert shown["prompt_logprobs"][0] is None
+
+
 def test_sampling_options_override_a_greedy_default(answered):
     settings = {"do_sample": True, "min_p": 0.0, "top_p": 1.0, "seed": 7}
     flags = [part for name, value in settings.items() for part in ("-s", f"{name}={value}")]

@@ -16,7 +16,13 @@ from kvboost_edge.text.codec import StreamKind
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["OffsetCounter", "TokenTexts", "chat_logprobs", "completion_logprobs"]
+__all__ = [
+    "OffsetCounter",
+    "TokenTexts",
+    "chat_logprobs",
+    "completion_logprobs",
+    "finite_logprob",
+]
 
 # JSON has no minus infinity. OpenAI's API returns this value for probability 0.
 _LOWEST = -9999.0
@@ -121,7 +127,9 @@ def completion_logprobs(
     """
     return {
         "tokens": [texts.key(token_id) for token_id in ids],
-        "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
+        "token_logprobs": [
+            None if token is None else finite_logprob(token.logprob) for token in tokens
+        ],
         "top_logprobs": [None if token is None else _top(texts, token) for token in tokens],
         "text_offset": list(offsets),
     }
@@ -131,18 +139,21 @@ def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> ChatToken:
     raw = texts.raw(token_id)
     return {
         "token": texts.text(token_id),
-        "logprob": _finite(logprob),
+        "logprob": finite_logprob(logprob),
         "bytes": None if raw is None else list(raw),
     }
 
 
 def _top(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
     """Return the log probabilities of the most likely tokens and of the sampled one."""
-    pairs = {texts.key(token_id): _finite(logprob) for token_id, logprob in reversed(token.top)}
+    pairs = {
+        texts.key(token_id): finite_logprob(logprob) for token_id, logprob in reversed(token.top)
+    }
     shown = dict(reversed(pairs.items()))
-    shown.setdefault(texts.key(token.token_id), _finite(token.logprob))
+    shown.setdefault(texts.key(token.token_id), finite_logprob(token.logprob))
     return shown
 
 
-def _finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
+    """Return the value that JSON output has for a log probability, which may be minus infinity."""
     return max(logprob, _LOWEST)
