@@ -2,7 +2,7 @@
 
 import { streamChat } from "/static/api.js";
 import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
-import { idOf, keepChat, keptChats, removeChat } from "/static/chats.js";
+import { idOf, keepChat, keptChats, removeChat, titleOf } from "/static/chats.js";
 import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
 import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
 import { button, byId, copy, element, setText } from "/static/dom.js";
@@ -25,8 +25,8 @@ export class Chat {
   #prompt = byId("prompt");
 
   /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, modelNow(): its name or "",
-   *  openSettings(name of a field), showRequest(id)}. */
-  constructor(settings, connection) {
+   *  openSettings(name of a field), showRequest(id)}. `confirmation`: a Confirmation. */
+  constructor(settings, connection, confirmation) {
     this.#settings = settings;
     this.#connection = connection;
     byId("composer").addEventListener("submit", (event) => {
@@ -44,7 +44,10 @@ export class Chat {
     });
     byId("stop").addEventListener("click", () => this.stop());
     byId("new-chat").addEventListener("click", () => this.startNew());
-    byId("delete-chat").addEventListener("click", () => this.#delete());
+    byId("delete-chat").addEventListener("click", () => {
+      const title = titleOf(this.#conversation.turns);
+      confirmation.ask({ title: "Delete this chat?", text: `This browser will no longer keep “${title}”.`, verb: "Delete" }, () => this.#delete());
+    });
     this.#offerExport();
     byId("chats").addEventListener("change", (event) => this.open(event.target.value));
     addEventListener("storage", (event) => this.#changedElsewhere(event));

@@ -26,11 +26,12 @@ const presets = new PresetChoice(settings);
 const models = new Models(key);
 const pulls = new Pulls(key);
 new ModelPicker(models, key);
-const modelsView = new ModelsView(models, pulls, key, new Confirmation());
+const confirmation = new Confirmation();
+const modelsView = new ModelsView(models, pulls, key, confirmation);
 new PullView(byId("pull-progress"), pulls, { use: (name) => modelsView.use(name) });
 const live = new LiveView(key, models);
 const prompts = new Prompts(key);
-const chat = new Chat(settings, { model: () => models.name(), modelNow: () => models.chosen?.id ?? "", openSettings, showRequest });
+const chat = new Chat(settings, { model: () => models.name(), modelNow: () => models.chosen?.id ?? "", openSettings, showRequest }, confirmation);
 models.listen((isOther) => {
   if (!isOther) return;
   settings.showDefaults(models.sampling);

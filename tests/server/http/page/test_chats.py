@@ -38,6 +38,12 @@ def say(stand_in, text, answer, times):
     return [message["content"] for message in messages]
 
 
+def delete(visit):
+    """Delete the shown chat and confirm it."""
+    visit.click("#delete-chat")
+    visit.click("#confirm-action")
+
+
 def reload(visit):
     visit.reload()
     visit.locator("#chats option").first.wait_for(state="attached")
@@ -85,13 +91,20 @@ def test_several_chats_are_stored_and_selected(stand_in):
 
 
 @pytest.mark.full
-def test_delete_removes_a_chat_from_storage(stand_in):
+def test_delete_removes_a_chat_from_storage_after_a_question(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
     chat.click("#new-chat")
     say(chat, "Bananas", "Yellow", 2)
     chat.click("#delete-chat")
+    chat.shows("#confirm-text", "This browser will no longer keep “Bananas”.")
+    chat.keyboard.press("Enter")  # the focus is on "Cancel"
+    chat.expects("#confirm").to_be_hidden()
+    assert chat.count(".turn") == 1
+    assert kept(chat).keys() == {"Apples", "Bananas"}
+    delete(chat)
     assert chat.count(".turn") == 0
+    assert chat.evaluate("document.activeElement.id") == "prompt"
     assert kept(chat).keys() == {"Apples"}
     reload(chat)
     assert chat.count(".turn") == 0
@@ -126,7 +139,7 @@ def test_switching_chats_stops_and_keeps_the_running_answer(stand_in):
 def test_a_late_answer_does_not_restore_a_deleted_chat(stand_in):
     chat = stand_in()
     chat.begin("Tell me")
-    chat.click("#delete-chat")
+    delete(chat)
     assert kept(chat) == {}
     say(chat, "Another", "Yes", 2)
     assert kept(chat).keys() == {"Another"}
