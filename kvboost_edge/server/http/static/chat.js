@@ -23,6 +23,7 @@ export class Chat {
   #log = byId("log");
   #sticks = true; // the end of the log is in view
   #prompt = byId("prompt");
+  #draft = null; // while the last message is edited, the text that the field had before
 
   /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, modelNow(): its name or "",
    *  openSettings(name of a field), showRequest(id)}. `confirmation`: a Confirmation. */
@@ -43,6 +44,10 @@ export class Chat {
       this.#sticks = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 40;
     });
     byId("stop").addEventListener("click", () => this.stop());
+    byId("cancel-edit").addEventListener("click", () => {
+      this.#endEdit();
+      this.#prompt.focus();
+    });
     byId("new-chat").addEventListener("click", () => this.startNew());
     byId("delete-chat").addEventListener("click", () => {
       const title = titleOf(this.#conversation.turns);
@@ -54,7 +59,9 @@ export class Chat {
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
     this.open(load("chat"));
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && !isDialogOpen()) this.stop();
+      if (event.key !== "Escape" || isDialogOpen()) return;
+      if (this.#running === null) this.#endEdit();
+      else this.stop();
     });
   }
 
@@ -105,8 +112,14 @@ export class Chat {
       return;
     }
     if (!this.#ready()) return;
-    this.#prompt.value = "";
-    this.#fitPrompt();
+    if (this.#draft === null) {
+      this.#write("");
+    } else {
+      this.#endEdit();
+      this.#conversation.removeLast();
+      this.#view.root.remove();
+      this.#view = null; // the turn before it is complete
+    }
     this.#ask(question);
   }
 
@@ -228,14 +241,21 @@ export class Chat {
     this.#goOn(turn);
   }
 
+  /** Puts the last message into the field; sending it replaces the last turn. */
   #edit() {
-    this.#view.root.remove();
-    this.#view = null; // the turn before it is complete
-    this.#prompt.value = this.#conversation.takeLast().question;
-    this.#keep();
-    byId("empty").hidden = this.#conversation.turns.length > 0;
-    this.#fitPrompt();
+    this.#draft ??= this.#prompt.value;
+    byId("editing").hidden = false;
+    this.#say("Sending replaces the last message. Escape cancels.");
+    this.#write(this.#conversation.turns.at(-1).question);
     this.#prompt.focus();
+  }
+
+  /** Ends editing, and puts the earlier text back into the field. */
+  #endEdit() {
+    if (this.#draft === null) return;
+    byId("editing").hidden = true;
+    this.#write(this.#draft);
+    this.#draft = null;
   }
 
   /** Shows the stored chat `id`, or a new one. Ends a running answer. */
@@ -245,6 +265,7 @@ export class Chat {
       this.#keep();
       this.#setRunning(null);
     }
+    this.#endEdit();
     const kept = keptChats().find((chat) => chat.id === id);
     this.#id = kept?.id ?? "";
     save("chat", this.#id);
@@ -338,6 +359,11 @@ export class Chat {
   /** Keeps the newest text in view, unless the reader scrolled away from it. */
   #followEnd() {
     if (this.#sticks) this.#log.scrollTop = this.#log.scrollHeight;
+  }
+
+  #write(text) {
+    this.#prompt.value = text;
+    this.#fitPrompt();
   }
 
   #fitPrompt() {

@@ -17,9 +17,9 @@ export class Conversation {
     return turn;
   }
 
-  /** Removes and returns the last turn, or null. */
-  takeLast() {
-    return this.turns.pop() ?? null;
+  /** Removes the last turn. */
+  removeLast() {
+    this.turns.pop();
   }
 
   /** The messages of a request for the running step of the last turn. Turns without an answer are left out. */

@@ -186,10 +186,11 @@ def test_a_conversation_is_continued_edited_and_restarted(visit):
     assert visit.count(".actions") == 1
     visit.button("Edit the last message").click()
     assert visit.input_value("#prompt") == "Second"
-    assert visit.count(".turn") == 1
+    assert visit.count(".turn") == 2
     third = _sent(visit, "Third")["messages"]
     assert [message["content"].strip() for message in third] == ["First", first.strip(), "Third"]
     visit.answer()
+    assert visit.count(".turn") == 2
     visit.click("#new-chat")
     assert visit.count(".turn") == 0
     visit.expects("#empty").to_be_visible()

@@ -163,12 +163,46 @@ def test_a_pending_tool_call_survives_a_reload(stand_in):
 
 
 @pytest.mark.full
-def test_editing_the_only_message_removes_the_chat(stand_in):
+def test_editing_loses_nothing_before_the_message_is_sent(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.fill("#prompt", "A draft")
+    cancels = (
+        lambda: chat.keyboard.press("Escape"),
+        lambda: chat.click("#cancel-edit"),
+        lambda: chat.select_option("#chats", label="New chat"),
+    )
+    for cancel in cancels:
+        chat.button("Edit the last message").click()
+        assert chat.input_value("#prompt") == "Apples"
+        assert chat.evaluate("document.activeElement.id") == "prompt"
+        expect(chat.locator("#editing")).to_be_visible()
+        chat.fill("#prompt", "Pears")
+        cancel()
+        expect(chat.locator("#editing")).to_be_hidden()
+        assert chat.input_value("#prompt") == "A draft"
+        assert kept(chat) == {"Apples": ["Apples"]}
+    chat.select_option("#chats", label="Apples")
+    chat.button("Edit the last message").click()
+    assert say(chat, "Pears", "Green", 2) == ["Pears"]
+    assert chat.input_value("#prompt") == "A draft"
+    expect(chat.locator(".question")).to_have_text(["Pears"])
+    assert kept(chat) == {"Pears": ["Pears"]}
+    assert options(chat) == ["New chat", "Pears"]
+
+
+@pytest.mark.full
+def test_an_edit_continues_while_the_answer_is_regenerated(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
     chat.button("Edit the last message").click()
-    assert kept(chat) == {}
-    assert options(chat) == ["New chat"]
+    chat.fill("#prompt", "Pears")
+    chat.button("Regenerate").click()
+    chat.asked(2)
+    chat.keyboard.press("Enter")  # waits for the answer
+    chat.keyboard.press("Escape")
+    chat.answer("stopped")
+    assert say(chat, chat.input_value("#prompt"), "Green", 3) == ["Pears"]
 
 
 @pytest.mark.full
