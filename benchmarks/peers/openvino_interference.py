@@ -1,15 +1,15 @@
 """A long prompt next to streams on OpenVINO GenAI's continuous batching, for bench_interference.py.
 
-    python openvino_interference.py MODEL.gguf THREADS STREAMS PROMPT
+    python openvino_interference.py JOB
 
-The last line of output is JSON: `alone` and `during` are milliseconds between two tokens of a
-stream, before the long prompt and while it is computed. `prompt` is the time to the long prompt's
-first token in seconds.
+JOB is JSON with the fields of bench_interference.py's Job, the length of the streams' prompts
+(`stream`) and the maximum tokens of a step, or null for the library's default (`step`). The last
+line of output is JSON with the seconds of each stream's tokens (`times`), of the start of the long
+prompt (`began`) and of its first token (`ended`), by one clock.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -19,24 +19,22 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-_STREAM = 40  # tokens in the prompt of a stream
-_ALONE_S = 3.0
-_TOKENS = 6000  # maximum length of a stream
-_ROOM = 8192  # tokens of KV cache for the streams
-_STEP = 512  # tokens per step
+_ROOM = 8192  # tokens of KV cache for each of 8 streams
 
 
 class Streams:
     """A pipeline with requests, and the times of their tokens."""
 
-    def __init__(self, path: str, threads: int, prompt: int) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         scheduler = genai.SchedulerConfig()
-        scheduler.num_kv_blocks = (prompt + 8 * _ROOM) // 32
-        scheduler.max_num_batched_tokens = _STEP
+        scheduler.num_kv_blocks = (job["prompt"] + max(8, job["streams"]) * _ROOM) // 32
         scheduler.max_num_seqs = 16
+        if job["step"] is not None:
+            scheduler.max_num_batched_tokens = job["step"]
         self._pipe = genai.ContinuousBatchingPipeline(
-            path, scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+            job["model"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": job["threads"]}
         )
+        self._ids = job["ids"]
         self._handles: list[Any] = []
         self.times: list[list[float]] = []
         self._rng = np.random.default_rng(1)
@@ -47,7 +45,8 @@ class Streams:
         config.max_new_tokens = num_tokens
         config.ignore_eos = True
         config.do_sample = False
-        ids = self._rng.integers(1000, 40_000, (1, length), dtype=np.int64)
+        low, high = self._ids
+        ids = self._rng.integers(low, high + 1, (1, length), dtype=np.int64)
         self._handles.append(self._pipe.add_request(len(self._handles), ov.Tensor(ids), config))
         self.times.append([])
 
@@ -62,30 +61,22 @@ class Streams:
 
 
 def main() -> None:
-    """Measure one setting, and print the result."""
-    path = sys.argv[1]
-    threads, streams, prompt = map(int, sys.argv[2:])
-    running = Streams(path, threads, prompt)
-    for _ in range(streams):
-        running.add(_STREAM, _TOKENS)
+    """Run one job, and print the times."""
+    job = json.loads(sys.argv[1])
+    running = Streams(job)
+    for _ in range(job["streams"]):
+        running.add(job["stream"], job["tokens"])
     while not all(running.times):
         running.step()
-    began = time.perf_counter() + _ALONE_S
-    while time.perf_counter() < began:
+    until = time.perf_counter() + job["alone_s"]
+    while time.perf_counter() < until:
         running.step()
     began = time.perf_counter()
-    running.add(prompt, 1)
+    running.add(job["prompt"], 1)
     while not running.times[-1]:
         running.step()
-    ended = running.times[-1][0]
-    found: dict[str, Any] = {"prompt": ended - began, "alone": [], "during": []}
-    for times in running.times[:-1]:
-        for before, after in itertools.pairwise(times):
-            if after < began:
-                found["alone"].append((after - before) * 1e3)
-            elif after <= ended:
-                found["during"].append((after - before) * 1e3)
-    print(json.dumps(found))
+    *streams, prompt = running.times
+    print(json.dumps({"times": streams, "began": began, "ended": prompt[0]}))
 
 
 if __name__ == "__main__":
