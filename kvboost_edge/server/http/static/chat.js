@@ -39,7 +39,7 @@ export class Chat {
       event.preventDefault();
       this.#send();
     });
-    this.#prompt.addEventListener("input", () => this.#fitPrompt());
+    this.#prompt.addEventListener("input", () => this.#write(this.#prompt.value));
     this.#log.addEventListener("scroll", () => {
       this.#sticks = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 40;
     });
@@ -58,6 +58,7 @@ export class Chat {
     addEventListener("storage", (event) => this.#changedElsewhere(event));
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
     this.open(load("chat"));
+    this.#write(load("draft"));
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || isDialogOpen()) return;
       if (this.#running === null) this.#endEdit();
@@ -361,12 +362,10 @@ export class Chat {
     if (this.#sticks) this.#log.scrollTop = this.#log.scrollHeight;
   }
 
+  /** Puts `text` into the message field, whose text survives a reload, and fits the field to it. */
   #write(text) {
-    this.#prompt.value = text;
-    this.#fitPrompt();
-  }
-
-  #fitPrompt() {
+    if (this.#prompt.value !== text) this.#prompt.value = text;
+    save("draft", text);
     this.#prompt.style.height = "auto";
     this.#prompt.style.height = `${Math.min(this.#prompt.scrollHeight + 2, 240)}px`;
   }

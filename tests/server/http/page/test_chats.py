@@ -73,6 +73,17 @@ def test_a_chat_survives_a_reload(stand_in):
     assert [one["content"] for one in chat.asked(1)["messages"]][-1] == "Second"
 
 
+def test_an_unsent_message_survives_a_reload(stand_in):
+    chat = stand_in()
+    chat.fill("#prompt", "A draft\nof two lines")
+    reload(chat)
+    assert chat.input_value("#prompt") == "A draft\nof two lines"
+    chat.press("#prompt", "Enter")
+    chat.asked(1)
+    reload(chat)
+    assert chat.input_value("#prompt") == ""
+
+
 @pytest.mark.full
 def test_several_chats_are_stored_and_selected(stand_in):
     chat = stand_in()
