@@ -3,7 +3,9 @@
 Compares our server with `llama_cpp.server`. The same client sends both the same requests from
 agent_sessions.py: 10,000 tokens of system prompt and tools, 12 turns with titles and side agents
 between them, and a restart in the middle. Both run the same file, whose model generates one fixed
-answer (data/agent_model.py). The servers run one after another, never together.
+answer (data/agent_model.py). The servers run one after another, never together, and do not
+speculate. llama_cpp.server caches states in memory, which a restart empties (`--peer-cache disk`
+caches them on disk).
 
     computed   prompt tokens that a server computed. Ours reports them as usage (prompt_tokens minus
                cached_tokens), llama.cpp prints them for each request
@@ -125,6 +127,8 @@ class Ours:
             str(_REQUEST_S),
             "--disk-cache-dir",
             str(place / "blocks"),
+            "--speculation",  # off because llama_cpp.server does not speculate
+            "off",
         ]
         self.place = place
 

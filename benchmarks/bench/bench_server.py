@@ -4,8 +4,9 @@ Compares our server with llama.cpp's and OpenVINO's. Each of N clients sends a f
 to /v1/completions, with the shared system prompt and its own question. Arrivals and pauses are
 exponential with fixed seeds, the same for every server. Ours and llama.cpp's (`llama_cpp.server`,
 which serves one request at a time) answer over HTTP. OpenVINO's continuous batching has no server
-and runs the same schedule in its process, without the cost of HTTP. The servers run one after
-another, never together.
+and runs the same schedule in its process, without the cost of HTTP, and chooses among all tokens
+instead of letters. Speculation is off. The servers run one after another, never together, and each
+once: how the machine changes meanwhile is not measured.
 
     python benchmarks/bench/bench_server.py             # 0.5B shape, Q4_0, 1, 4, 16, 64 clients
     python benchmarks/bench/bench_server.py --overhead  # cost of HTTP, on the bundled model
@@ -353,7 +354,11 @@ def options_from() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--capacity", type=int, default=32768, help="size of every server's KV cache in tokens"
+        "--capacity",
+        type=int,
+        default=32768,
+        help="size of our and OpenVINO's KV cache in tokens; llama_cpp.server has 4096, which "
+        "suffice for the one request that it computes at a time",
     )
     parser.add_argument("--kv-cache-bits", default="16", help="bits per KV value of our server")
     parser.add_argument("--models", type=Path, default=_BENCHMARKS / "models")
@@ -370,6 +375,18 @@ def options_from() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def own_command(model: Path, port: int, options: argparse.Namespace) -> list[str]:
+    """Return the command of our server."""
+    command = [sys.executable, "-m", "kvboost_edge.server", "--model", str(model)]
+    command += ["--port", str(port), "--model-name", "own"]
+    command += ["--num-blocks", str(options.capacity // 16)]
+    command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
+    command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
+    # Otherwise a second run would find all prompts of the first one on disk.
+    command += ["--disk-cache-dir", "off"]
+    return [*command, "--speculation", "off"]  # off because the other servers do not speculate
+
+
 def main() -> None:
     options = options_from()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -384,20 +401,7 @@ def main() -> None:
     wanted = options.only or ["kvboost_edge", "llama.cpp", "openvino"]
     if "kvboost_edge" in wanted:
         port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "kvboost_edge.server",
-            "--model",
-            str(model),
-            "--port",
-            str(port),
-        ]
-        command += ["--model-name", "own", "--num-blocks", str(options.capacity // 16)]
-        command += ["--num-threads", str(options.threads), "--kv-cache-bits", options.kv_cache_bits]
-        command += ["--request-timeout", str(_REQUEST_S), "--log-level", "warning"]
-        # Otherwise a second run would find all prompts of the first one on disk.
-        command += ["--disk-cache-dir", "off"]
+        command = own_command(model, port, options)
         rows += over_http(f"kvboost_edge kv{options.kv_cache_bits}", command, port, "own", options)
     if "llama.cpp" in wanted and options.peers_python.exists():
         port = free_port()

@@ -2,6 +2,8 @@
 parsed, and limits are checked.
 """
 
+from argparse import Namespace
+
 import gguf
 import pytest
 
@@ -14,6 +16,7 @@ from benchmarks.bench.bench_agents import (
     summary,
     taken_apart,
 )
+from benchmarks.bench.bench_server import own_command
 from benchmarks.data.agent_model import TEMPLATE, Vocabulary, write_agent_model
 from benchmarks.data.agent_sessions import CALL, CONTENT, QUICK, THOUGHT, Answer, Request, texts
 from benchmarks.data.shapes import Shape
@@ -43,6 +46,13 @@ def test_a_file_has_its_template_and_tokens_of_its_texts(tmp_path):
     assert len(tokens) == 4096
     assert tokens[: len(Vocabulary(said).tokens)] == Vocabulary(said).tokens
     assert {"Ġmodule", "Ġfunction", "<|im_end|>", "<tool_call>"} <= set(tokens)
+
+
+def test_our_server_does_not_speculate_like_the_peers(tmp_path):
+    options = Namespace(capacity=1024, threads=2, kv_cache_bits="16")
+    agents = Ours(tmp_path / "model.gguf", tmp_path, options).command
+    for command in (agents, own_command(tmp_path / "model.gguf", 8000, options)):
+        assert command[command.index("--speculation") + 1] == "off"
 
 
 def test_an_answer_of_one_text_is_taken_apart():
