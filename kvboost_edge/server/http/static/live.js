@@ -82,13 +82,14 @@ export class LiveView {
     }
     this.#busy = true;
     const { query } = this.#model;
+    const key = this.#key();
     try {
-      const response = await request(`/v1/blocks${query}`, { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) });
+      const response = await request(`/v1/blocks${query}`, { key, signal: AbortSignal.timeout(PATIENCE_MS) });
       const pool = await response.json();
       if (query === this.#model.query) this.#show(pool);
       this.#pause = INTERVAL_MS;
     } catch (error) {
-      this.#showFailure(error);
+      this.#showFailure(error, key);
       this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
     } finally {
       this.#busy = false;
@@ -151,10 +152,11 @@ export class LiveView {
     }
   }
 
-  #showFailure(error) {
+  #showFailure(error, key) {
     this.#samples = [];
-    this.#refused = error instanceof ApiError && (error.status === 401 || error.status === 403);
-    if (this.#refused) this.#showState(error.status === 401 ? "API key needed" : "admin key needed", "warn");
+    const isRefused = error instanceof ApiError && (error.status === 401 || error.status === 403);
+    this.#refused = isRefused && key === this.#key(); // a key that was changed meanwhile is tried
+    if (isRefused) this.#showState(error.status === 401 ? "API key needed" : "admin key needed", "warn");
     else this.#showState(error instanceof ApiError && error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", "warn");
   }
 

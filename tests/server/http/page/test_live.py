@@ -340,6 +340,31 @@ def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, li
 
 
 @pytest.mark.full
+def test_a_key_that_is_entered_during_a_refused_request_is_tried(visiting, live_server):
+    refused = []
+
+    def answer_by_key(route):
+        if "authorization" in route.request.headers:
+            route.continue_()
+        else:
+            refused.append(route)
+
+    visit = visiting(
+        live_server.base_url, prepare=lambda one: one.route("**/v1/blocks", answer_by_key)
+    )
+    visit.expected_failures = ("401",)
+    while not refused:
+        visit.wait_for_timeout(10)
+    visit.settings(api_key="key")
+    visit.press("#api-key", "Tab")
+    visit.shows("#model", "kvboost-edge/demo")
+    refused[0].fulfill(status=401, json={"error": {"message": "no key"}})
+    visit.shows("#live-state", "API key needed")
+    visit.click("nav [data-view=live]")
+    visit.shows("#live-state", "live")
+
+
+@pytest.mark.full
 def test_the_live_view_does_not_poll_while_hidden(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
     visit.until("window.delays.length > 3")
