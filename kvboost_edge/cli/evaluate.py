@@ -18,7 +18,7 @@ from kvboost_edge.cli.console import open_console, piped_text, text_column
 from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.perplexity import TextScore, score_text
+from kvboost_edge.engine.perplexity import MIN_WINDOW, TextScore, score_text
 from kvboost_edge.errors import ConfigError, RequestError
 
 __all__ = ["parse_against", "run_eval"]
@@ -39,6 +39,8 @@ def run_eval(
     """
     others = [(text, {**options, **parse_against(text)}) for text in against]
     # Fail before any model is loaded.
+    if window is not None and window < MIN_WINDOW:
+        raise ConfigError(f"--window {window} is too small; give at least {MIN_WINDOW} tokens")
     own = EngineConfig.from_options(**options)
     for text, changed in others:
         if EngineConfig.from_options(**changed) == own:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.errors import RequestError
+from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.reuse.quality_verdict import kl_divergence, log_softmax
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
-__all__ = ["Difference", "TextScore", "score_text"]
+__all__ = ["MIN_WINDOW", "Difference", "TextScore", "score_text"]
 
 Floats = npt.NDArray[np.float32]
+MIN_WINDOW = 4  # number of tokens in a window, without leading special tokens
 _ROWS = 64  # rows of logits held at a time, tens of MB with a large vocabulary
 
 
@@ -81,8 +82,8 @@ def score_text(
         progress: called with (tokens scored, tokens to score).
 
     Raises:
-        RequestError: the text has no token to score, `window` is out of range, or the
-            vocabularies differ.
+        ConfigError: `window` is out of range.
+        RequestError: the text has no token to score, or the vocabularies differ.
     """
     _check(engine, token_ids, window, num_leading, against)
     total = len(token_ids) - max(1, num_leading)
@@ -153,9 +154,11 @@ def _check(
             "not scored"
         )
     longest = min(e.runner_info.max_context for e in (engine, against) if e is not None)
-    if not 4 + num_leading <= window <= longest:
-        raise RequestError(
-            f"window={window} must be in {4 + num_leading}..{longest}, the model's context"
+    if window < (smallest := MIN_WINDOW + num_leading):
+        raise ConfigError(f"window={window} is too small; give at least {smallest} tokens")
+    if window > longest:
+        raise ConfigError(
+            f"window={window} exceeds the model's context; give at most {longest} tokens"
         )
     if against is not None and against.runner_info.vocab_size != engine.runner_info.vocab_size:
         raise RequestError(

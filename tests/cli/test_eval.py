@@ -108,18 +108,26 @@ def test_eval_compares_with_another_configuration(tiny_model_dir):
 
 
 @pytest.mark.parametrize(
-    ("ids", "window", "num_leading", "message"),
+    ("ids", "window", "num_leading", "error", "message"),
     [
-        ([1], 16, 0, "1 tokens"),
-        ([1, 2], 3, 0, "window=3"),
-        ([1, 2], 513, 0, "4..512"),
-        ([1, 2], 16, 2, "2 tokens; give at least 3"),
-        ([1, 2, 3], 5, 2, "window=5 must be in 6..512"),
+        ([1], 16, 0, RequestError, "1 tokens"),
+        ([1, 2], 16, 2, RequestError, "2 tokens; give at least 3"),
+        ([1, 2], 3, 0, ConfigError, "window=3 is too small; give at least 4 tokens"),
+        ([1, 2, 3], 5, 2, ConfigError, "window=5 is too small; give at least 6 tokens"),
+        ([1, 2], 513, 0, ConfigError, "window=513 exceeds the model's context; .* at most 512"),
     ],
 )
-def test_invalid_texts_and_windows_are_refused(tiny_engine, ids, window, num_leading, message):
-    with pytest.raises(RequestError, match=message):
+def test_invalid_texts_and_windows_are_refused(
+    tiny_engine, ids, window, num_leading, error, message
+):
+    with pytest.raises(error, match=message):
         score_text(tiny_engine, ids, window=window, num_leading=num_leading)
+
+
+def test_a_window_that_is_too_small_is_refused_before_loading(refused):
+    assert "--window 2 is too small; give at least 4 tokens" in refused(
+        "eval", "no-such-file", "-m", "no-such-model", "--window", "2"
+    )
 
 
 def test_against_takes_several_options_and_pairs():
@@ -164,6 +172,7 @@ def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, printed, answere
         (["--against", "no_such=1"], "no_such"),
         (["--arithmetic", "exact"], "arithmetic=exact changes no option"),
         (["-o", "prefill=sparse", "--prefill", "sparse"], "give another value"),
+        (["--window", "513"], "window=513 exceeds the model's context; give at most 512 tokens"),
     ],
 )
 def test_invalid_eval_options_are_one_line(extra, named, tiny_model_dir, tmp_path, refused):
@@ -173,16 +182,11 @@ def test_invalid_eval_options_are_one_line(extra, named, tiny_model_dir, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("content", "extra", "named"),
-    [
-        (None, [], "cannot be read"),
-        (b"\xff\xfe text", [], "not UTF-8"),
-        (b"", [], "1 tokens"),
-        (b"some text", ["--window", "2"], "window=2"),
-    ],
+    ("content", "named"),
+    [(None, "cannot be read"), (b"\xff\xfe text", "not UTF-8"), (b"", "1 tokens")],
 )
-def test_eval_errors_are_one_line(content, extra, named, tiny_model_dir, tmp_path, refused):
+def test_eval_errors_are_one_line(content, named, tiny_model_dir, tmp_path, refused):
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, *extra, code=1)
+    assert named in refused("eval", file, "-m", tiny_model_dir, *SMALL, code=1)
