@@ -688,6 +688,7 @@ class EngineCore:
         self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None
     ) -> None:
         """Free a sequence's blocks and finish its handle with a result or an error."""
+        sequence.handle.progress()  # the handle keeps these last figures
         if self._live.pop(sequence.index, None) is None:
             return
         try:

@@ -24,7 +24,10 @@ WORDS = {
         "the request did not use the cache",
         "leave out mode baseline and prompt_logprobs",
     ),
-    "not_started": ("the request ended while waiting", ""),
+    "not_started": (
+        "the request waited until its time limit",
+        "raise --request-timeout, or send fewer requests at a time",
+    ),
     "not_compared": (
         "the server keeps no history of requests to compare with",
         "serve with --request-history 3600",

@@ -181,7 +181,7 @@ async def record_cache_use(
         yield dataclasses.replace(run, watch=watch)
     finally:
         if not watch.finished:
-            doctor.left(watch, run.handles[0])
+            doctor.left(watch, run.handles[0], is_late=admission.is_late)
 
 
 def _reasoned(writer: AnswerWriter, run: Running) -> None:

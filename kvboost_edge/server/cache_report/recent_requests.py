@@ -116,6 +116,11 @@ class RequestRecord:
             self._digests.append(hashlib.blake2b(before + chunk, digest_size=16).digest())
 
     @property
+    def has_started(self) -> bool:
+        """False if the request ended while it waited, so that none of its prompt was computed."""
+        return self.diagnosis is None or self.diagnosis.cause != "not_started"
+
+    @property
     def nbytes(self) -> int:
         return (
             int(self.ids.nbytes)
@@ -275,21 +280,28 @@ class History:
     ) -> list[tuple[RequestRecord, int]]:
         """Return the earlier records with the same salt and a common prefix.
 
-        Each record comes with the length of the common prefix in tokens. The longest prefixes come
-        first, and among equal ones the latest record.
+        Requests that never started are left out. Each record comes with the length of the common
+        prefix in tokens. The longest prefixes come first, and among equal ones the latest record.
         """
         # The record itself may have been dropped, so it does not mark a place among the others.
         earlier = [kept for kept in self.kept.values(tenant) if kept.record.serial < record.serial]
-        others = (kept.record for kept in reversed(earlier) if kept.salt == salt)
+        others = (
+            kept.record
+            for kept in reversed(earlier)
+            if kept.salt == salt and kept.record.has_started
+        )
         alike = [(other, count) for other in others if (count := other.common(record))]
         return sorted(alike, key=lambda one: -one[1])
 
     def in_slot(self, tenant: str | None, salt: str | None, slot: int) -> list[RequestRecord]:
-        """Return the finished records with this salt and slot, latest first."""
+        """Return the finished records with this salt and slot that had started, latest first."""
         records = [
             kept.record
             for kept in self.kept.values(tenant)
-            if kept.salt == salt and kept.record.slot == slot and kept.record.diagnosis is not None
+            if kept.salt == salt
+            and kept.record.slot == slot
+            and kept.record.diagnosis is not None
+            and kept.record.has_started
         ]
         return sorted(records, key=lambda record: record.at, reverse=True)
 

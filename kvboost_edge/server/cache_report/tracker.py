@@ -53,7 +53,7 @@ class Doctor:
         self._engine = engine
         self._model = model
         self._count = count
-        self._left: list[tuple[Watch, RequestHandle]] = []
+        self._left: list[tuple[Watch, RequestHandle, bool]] = []
         self._loading = next(_loadings)
 
     def watch(
@@ -82,9 +82,17 @@ class Doctor:
         return Watch(self, tenant, salt, record)
 
     def diagnose(
-        self, tenant: str | None, salt: str | None, record: RequestRecord, result: GenerationResult
+        self,
+        tenant: str | None,
+        salt: str | None,
+        record: RequestRecord,
+        result: GenerationResult,
+        num_computed: int | None = None,
     ) -> Diagnosis:
-        """Return the report of a request that has ended, and count its cause."""
+        """Return the report of a request that has ended, and count its cause.
+
+        `num_computed` is explained at `Watch.finish`.
+        """
         tokenizer = self._engine.tokenizer
         found = diagnose(
             record,
@@ -96,14 +104,21 @@ class Doctor:
             compares=self.history.seconds > 0,
         )
         found = dataclasses.replace(found, model=self._model)
+        if num_computed is not None:
+            found = dataclasses.replace(found, computed_tokens=num_computed)
         self._count(found.cause)
         return found
 
-    def left(self, watch: Watch, handle: RequestHandle) -> None:
+    def left(self, watch: Watch, handle: RequestHandle, *, is_late: bool) -> None:
         """Take over a cancelled request until the engine has stopped it, which takes at most one
         step.
+
+        Args:
+            watch: tracking of the request.
+            handle: handle of the request.
+            is_late: True if the request exceeded its time limit.
         """
-        self._left.append((watch, handle))
+        self._left.append((watch, handle, is_late))
 
     def explained(
         self, tenant: str | None, record: RequestRecord
@@ -126,17 +141,22 @@ class Doctor:
     def settle(self) -> None:
         """Finish the records of cancelled requests that the engine has stopped."""
         # The blocks that they computed are in the cache, so their records are kept. A request that
-        # never started or failed is removed.
+        # exceeded its time limit is kept in any case, because its client got an error to explain.
+        # Other requests without a token, and those that failed, are removed.
         left = self._left
         self._left = []
-        for watch, handle in left:
+        for watch, handle, is_late in left:
             if not handle.done:
-                self._left.append((watch, handle))
+                self._left.append((watch, handle, is_late))
                 continue
             with contextlib.suppress(Exception):  # its client got the error or has disconnected
                 result = handle.result(timeout=0)
                 if result.token_times_ms:
                     watch.finish(result)
+                    continue
+                if is_late or result.finish_reason == "timeout":
+                    progress = handle.progress()
+                    watch.finish(result, progress.computed - progress.cached)
                     continue
             watch.forget()
 
@@ -160,10 +180,16 @@ class Watch:
         self._salt = salt
         self._record = record
 
-    def finish(self, result: GenerationResult) -> None:
-        """Record the result of the request."""
+    def finish(self, result: GenerationResult, num_computed: int | None = None) -> None:
+        """Record the result of the request.
+
+        Args:
+            result: the engine's result.
+            num_computed: number of prompt tokens that were computed, if the request ended before
+                its first token. By default, all tokens that were not cached.
+        """
         self._record.diagnosis = self._doctor.diagnose(
-            self._tenant, self._salt, self._record, result
+            self._tenant, self._salt, self._record, result, num_computed
         )
         computed = result.output_token_ids[:-1]  # the KV of the last token was never computed
         self._doctor.history.extend(self._tenant, self._record, computed)

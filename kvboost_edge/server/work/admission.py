@@ -361,6 +361,11 @@ class Admission:
         if self._group is None:
             self._group = await self._queue.groups.join(self.tenant, prompt_ids)
 
+    @property
+    def is_late(self) -> bool:
+        """True once the deadline has ended the work."""
+        return isinstance(self._reason, DeadlineExceeded)
+
     def first_token(self) -> None:
         """Release the requests that wait for this request's prefix."""
         if self._group is not None:

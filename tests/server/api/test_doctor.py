@@ -21,7 +21,8 @@ from helpers.server.cache_miss_cases import (
     ask,
     complete,
 )
-from kvboost_edge.server.cache_report.recent_requests import NOT_SAID
+from kvboost_edge.server.cache_report.recent_requests import NOT_SAID, History
+from kvboost_edge.server.cache_report.tracker import Doctor
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 
@@ -301,6 +302,59 @@ async def test_cancelled_requests_are_compared_only_if_they_computed(speaker):
             listed = (await app.get("/v1/requests")).json()["data"]
     assert [entry["cause"] for entry in listed[::-1]] == ["first_seen", "new_text", "first_seen"]
     assert [one["compared_with"] for one in found] == [listed[-1]["request_id"], ""]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_time_out_before_a_token_are_listed(speaker, stream):
+    """Such a request is explained. Later prompts are compared with it only if it had started."""
+    running, waiting = (f"{kind} is the text of a slow client, {'x' * 200}" for kind in "ab")
+    with fake_engine(num_blocks=512, max_context=4000, max_num_seqs=1, max_batch_tokens=64) as one:
+        async with app_of(one, request_timeout=0.3) as app:
+            go = threading.Event()
+            hold_passes(one, go)
+            try:
+                tasks = []
+                for text in (running, waiting):
+                    body = {"prompt": text, "max_tokens": 2, "stream": stream}
+                    tasks.append(asyncio.ensure_future(app.post(COMPLETIONS, json=body)))
+                    while one.num_running() + one.num_waiting() < len(tasks):
+                        await asyncio.sleep(0.001)
+                ended = [await task for task in tasks]
+            finally:
+                runner_of(one).on_forward = None
+                go.set()
+            while one.num_running() + one.num_waiting():
+                await asyncio.sleep(0.001)
+            listed = (await app.get("/v1/requests")).json()["data"][::-1]
+            found = [await complete(app, text) for text in (waiting, running)]
+    assert [answer.status_code for answer in ended] == [504, 504]
+    assert [one["request_id"] for one in listed] == [one.headers["x-request-id"] for one in ended]
+    assert [(one["cause"], one["computed_tokens"]) for one in listed] == [
+        ("first_seen", 64),
+        ("not_started", 0),
+    ]
+    assert [(one["cause"], one["compared_with"]) for one in found] == [
+        ("first_seen", ""),
+        ("not_kept", listed[0]["request_id"]),
+    ]
+    assert found[1]["hit_tokens"] == {"pool": 64}
+
+
+async def test_a_request_that_the_engine_stops_at_its_deadline_is_listed():
+    with fake_engine(num_blocks=64) as engine:
+        causes = []
+        doctor = Doctor(engine, "fake", History(60), causes.append)
+        watch = doctor.watch("late", None, None, range(40), NOT_SAID)
+        handle = engine.submit(list(range(40)), deadline=time.monotonic())
+        assert handle.result(timeout=30).finish_reason == "timeout"
+        doctor.left(watch, handle, is_late=False)
+        doctor.settle()
+    (found,) = doctor.history.latest(None)
+    assert (found.request_id, found.diagnosis.computed_tokens, causes) == (
+        "late",
+        0,
+        ["not_started"],
+    )
 
 
 async def test_running_requests_have_no_diagnosis(app, spoken_engine, speaker):

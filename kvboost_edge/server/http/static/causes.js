@@ -17,7 +17,7 @@ export const CAUSES = {
   private_tail: ["end of an earlier prompt not shared", "plain", "Approximate options of the model do not share it."],
   other_position: ["reused at other positions", "plain", ""],
   bypassed: ["cache not used", "plain", "The mode or prompt_logprobs does not read the cache."],
-  not_started: ["ended while waiting", "plain", ""],
+  not_started: ["waited until its time limit", "plain", "Raise --request-timeout, or send fewer requests at a time."],
   not_compared: ["not compared", "plain", "The server does not record requests (--request-history 0)."],
   other_message: ["last message changed", "good", ""],
   new_text: ["new text only", "good", ""],
