@@ -13,6 +13,8 @@ export class ApiError extends Error {
   }
 }
 
+const PATIENCE_MS = 10000; // for a response in JSON
+
 /** Messages by error code, if it is more specific than the status, and by status. */
 const WORDS = {
   capacity_exceeded: "The request does not fit into the server's memory.",
@@ -61,6 +63,17 @@ export async function request(path, { key = "", body = null, signal = null, meth
   }
   if (!response.ok) throw await refused(response);
   return response;
+}
+
+/** The JSON at `path`. Rejects with ApiError, also if the server takes too long. */
+export async function readJsonFrom(path, key) {
+  const signal = AbortSignal.timeout(PATIENCE_MS);
+  try {
+    return await (await request(path, { key, signal })).json();
+  } catch (error) {
+    if (error instanceof ApiError) throw error;
+    throw new ApiError(signal.aborted ? "The server takes too long to answer." : "The server sent an incomplete answer.");
+  }
 }
 
 /** The objects of a streamed chat completion; calls `begun(request id)` first. Rejects with ApiError. */

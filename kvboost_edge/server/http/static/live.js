@@ -1,6 +1,6 @@
 /** The live view: the figures of GET /v1/blocks, read twice a second while visible. */
 
-import { ApiError, request } from "/static/api.js";
+import { readJsonFrom } from "/static/api.js";
 import { byId, element } from "/static/dom.js";
 import { bytes, count, percent, plural, rate } from "/static/format.js";
 import { PoolMap, STATES, decodeBytes } from "/static/poolmap.js";
@@ -9,7 +9,6 @@ import { showTiers } from "/static/tiers.js";
 
 const INTERVAL_MS = 500;
 const LONGEST_PAUSE_MS = 16000;
-const PATIENCE_MS = 10000;
 const SPEED_WINDOW_MS = 2000;
 const HINT = "Point at a cell, or focus it and use the arrow keys.";
 
@@ -84,8 +83,7 @@ export class LiveView {
     const { query } = this.#model;
     const key = this.#key();
     try {
-      const response = await request(`/v1/blocks${query}`, { key, signal: AbortSignal.timeout(PATIENCE_MS) });
-      const pool = await response.json();
+      const pool = await readJsonFrom(`/v1/blocks${query}`, key);
       if (query === this.#model.query) this.#show(pool);
       this.#pause = INTERVAL_MS;
     } catch (error) {
@@ -154,10 +152,10 @@ export class LiveView {
 
   #showFailure(error, key) {
     this.#samples = [];
-    const isRefused = error instanceof ApiError && (error.status === 401 || error.status === 403);
+    const isRefused = error.status === 401 || error.status === 403;
     this.#refused = isRefused && key === this.#key(); // a key that was changed meanwhile is tried
     if (isRefused) this.#showState(error.status === 401 ? "API key needed" : "admin key needed", "warn");
-    else this.#showState(error instanceof ApiError && error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", "warn");
+    else this.#showState(error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", "warn");
   }
 
   #showState(text, kind) {

@@ -1,6 +1,6 @@
 /** The models of the server and the one in use, read again while their states may change. */
 
-import { ApiError, request } from "/static/api.js";
+import { ApiError, readJsonFrom } from "/static/api.js";
 import { inWords } from "/static/format.js";
 import { load, save } from "/static/storage.js";
 
@@ -8,7 +8,6 @@ const INTERVAL_MS = 2500;
 const SHORT_INTERVAL_MS = 1000; // while models change
 const HURRY_MS = 20000; // how long a change is awaited
 const LONGEST_PAUSE_MS = 16000;
-const PATIENCE_MS = 10000;
 const STORAGE_KEY = "model";
 const KEY_NEEDED = "API key needed"; // the list is read again with another key
 const FIXED = { allowed: false, reason: "" };
@@ -120,8 +119,7 @@ export class Models {
   async #read() {
     const key = this.#key();
     try {
-      const response = await request("/v1/models", { key, signal: AbortSignal.timeout(PATIENCE_MS) });
-      const answer = await response.json();
+      const answer = await readJsonFrom("/v1/models", key);
       if (key === this.#key()) this.#take(answer);
       this.#pause = INTERVAL_MS;
     } catch (error) {

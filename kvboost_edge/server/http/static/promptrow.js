@@ -61,7 +61,7 @@ export class PromptRow {
     try {
       this.#details.replaceChildren(...this.#told(await this.#load()));
     } catch (error) {
-      this.#details.replaceChildren(element("p", { class: "note", text: error.status === 404 ? "This request is no longer kept." : "The server is not responding." }));
+      this.#details.replaceChildren(element("p", { class: "note", text: error.status === 404 ? "This request is no longer kept." : error.message }));
     }
     this.#details.removeAttribute("aria-busy");
   }

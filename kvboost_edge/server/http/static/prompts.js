@@ -1,6 +1,6 @@
 /** The recent requests of an API key as a timeline. */
 
-import { ApiError, request } from "/static/api.js";
+import { readJsonFrom } from "/static/api.js";
 import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";
 import { button, byId, element } from "/static/dom.js";
 import { count, duration, percent } from "/static/format.js";
@@ -8,7 +8,6 @@ import { PromptRow } from "/static/promptrow.js";
 
 const INTERVAL_MS = 2500;
 const LONGEST_PAUSE_MS = 16000;
-const PATIENCE_MS = 10000;
 const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1, Home: -Infinity, End: Infinity };
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
@@ -63,13 +62,12 @@ export class Prompts {
     this.#busy = true;
     const key = this.#key();
     try {
-      const response = await request("/v1/requests", { key, signal: AbortSignal.timeout(PATIENCE_MS) });
-      const { data, kept_seconds: kept } = await response.json();
+      const { data, kept_seconds: kept } = await readJsonFrom("/v1/requests", key);
       if (key === this.#key()) this.#show(data, kept);
       this.#pause = INTERVAL_MS;
       this.#say("live", false);
     } catch (error) {
-      this.#refused = error instanceof ApiError && error.status === 401 && key === this.#key();
+      this.#refused = error.status === 401 && key === this.#key();
       this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
       this.#say(this.#refused ? "API key needed" : error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", true);
     } finally {
@@ -102,7 +100,7 @@ export class Prompts {
   #row(one) {
     const id = one.request_id;
     return new PromptRow(one, {
-      load: async () => (await request(`/v1/requests/${encodeURIComponent(id)}/cache`, { key: this.#key(), signal: AbortSignal.timeout(PATIENCE_MS) })).json(),
+      load: () => readJsonFrom(`/v1/requests/${encodeURIComponent(id)}/cache`, this.#key()),
       goTo: (other) => this.#goTo(other),
     });
   }

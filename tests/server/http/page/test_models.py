@@ -146,6 +146,17 @@ def test_a_failed_model_list_is_retried(stand_in):
 
 
 @pytest.mark.full
+def test_a_message_reports_that_the_list_of_models_takes_too_long(stand_in):
+    page = stand_in(prepare=lambda visit: visit.route("**/v1/models", lambda route: None))
+    page.evaluate(
+        "AbortSignal.timeout = () => AbortSignal.abort(new DOMException('late', 'TimeoutError'))"
+    )
+    page.ask("Hello")
+    error = page.answer("failed").locator(".error")
+    expect(error).to_have_text("The server takes too long to answer.")
+
+
+@pytest.mark.full
 def test_a_single_unloaded_model_can_be_loaded_again(stand_in):
     answer = {"data": [model(SMALL, "not_loaded")]}
     page = stand_in(prepare=lambda visit: visit.serve("**/v1/models", answer))

@@ -340,11 +340,14 @@ def test_a_position_is_shown_only_for_requests_with_a_difference(listed):
 
 
 @pytest.mark.full
-def test_an_expired_request_is_reported(listed):
+def test_a_request_that_cannot_be_shown_names_the_reason(listed):
     visit = listed()
-    visit.expected_failures = ("404",)
+    visit.expected_failures = ("404", "500")
     visit.click("[aria-controls=why-req-listed-0]")
     visit.shows("#why-req-listed-0", "This request is no longer kept.")
+    visit.route("**/v1/requests/**", lambda route: route.fulfill(status=500, json={}))
+    visit.click("[aria-controls=why-req-listed-1]")
+    visit.shows("#why-req-listed-1", "The server failed while answering.")
 
 
 @pytest.mark.full
