@@ -44,6 +44,8 @@ const WORDS = {
  */
 export async function request(path, { key = "", body = null, signal = null, method = body === null ? "GET" : "POST" } = {}) {
   const headers = {};
+  // fetch would fail as if the server were not reachable.
+  if (/[^\x21-\x7e]/.test(key)) throw new ApiError("The API key has a character that no key can have. Set it under Settings.", { status: 401 });
   if (key !== "") headers.Authorization = `Bearer ${key}`;
   if (body !== null) headers["Content-Type"] = "application/json";
   let response;

@@ -256,6 +256,18 @@ def test_an_api_key_is_requested_kept_in_the_tab_and_sent_in_the_header(visiting
 
 
 @pytest.mark.full
+def test_an_api_key_with_an_impossible_character_is_reported(visit):
+    visit.settings(api_key="k\u200bey")
+    visit.press("#api-key", "Tab")
+    visit.shows("#model", "API key needed")
+    visit.ask("Hello")
+    error = visit.answer("failed").locator(".error")
+    expect(error).to_contain_text("The API key has a character that no key can have.")
+    visit.click("nav [data-view=live]")
+    visit.shows("#live-state", "API key needed")
+
+
+@pytest.mark.full
 def test_a_refused_request_shows_the_servers_message(visit):
     visit.expected_failures = ("400",)
     visit.settings(max_tokens="16777216")
