@@ -15,7 +15,8 @@ batch in both settings of `--batch-background`.
     first      milliseconds to the first token of an answer
     lines      lines of the batch per minute, while answers stream and over the whole session
 
-Each contender runs in a separate process, in alternating rounds.
+Each contender runs in a separate process, in alternating rounds. Figures are medians over rounds,
+except for the median and the maximum of the gaps, which are those of all rounds together.
 
     python benchmarks/bench/bench_batch.py --model FILE.gguf
     python benchmarks/bench/bench_batch.py --quick
@@ -210,7 +211,7 @@ async def _stream(options: argparse.Namespace, setting: str) -> dict[str, Any]:
 
 def _in_a_process(contender: str) -> dict[str, Any]:
     command = [sys.executable, __file__, *sys.argv[1:], "--contender", contender]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -243,13 +244,13 @@ def stream_rows(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "setting": name,
-                "gap p50": float(np.percentile(gaps, 50)),
-                "gap p95": statistics.median(map(p95, found)),
+                "gap p50 ms": float(np.percentile(gaps, 50)),
+                "gap p95 ms": statistics.median(map(p95, found)),
                 "times alone": statistics.median(
                     p95(one) / p95(base) for one, base in zip(found, runs["alone"], strict=True)
                 ),
-                "gap max": float(gaps.max()),
-                "first p50": float(np.median([one for run in found for one in run["firsts"]])),
+                "gap max ms": float(gaps.max()),
+                "first p50 ms": float(np.median([one for run in found for one in run["firsts"]])),
                 "lines/min streaming": statistics.median(run["lines_streaming"] for run in found),
                 "lines/min": statistics.median(run["lines_whole"] for run in found),
             }
@@ -283,6 +284,7 @@ def options_from() -> argparse.Namespace:
         options.documents, options.questions, options.document = 4, 24, 300
         options.pool_documents, options.turns, options.reply, options.rounds = 2, 2, 60, 1
         options.pause = 1.0
+        options.layers = options.layers or 4
     if options.model is None:
         options.model = str(RandomModel.written(options, ALL_SHAPES).path)
     return options
@@ -299,14 +301,16 @@ def main() -> None:
         return
     harness.pack_beforehand(options.model)
     parts = {"order": _ORDERS, "stream": _STREAMS}
+    found: dict[str, list[dict[str, Any]]] = {}
     for part, contenders in parts.items():
         if options.only in (None, part):
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
             for _ in range(options.rounds):
                 for name in contenders:
                     runs[name].append(_in_a_process(name))
-            rows = (order_rows if part == "order" else stream_rows)(runs)
-            harness.report(f"batch {part}", rows, options=options)
+            found[part] = (order_rows if part == "order" else stream_rows)(runs)
+            # A later report replaces the file of an earlier one, so it contains its rows too.
+            harness.report(f"batch {part}", found[part], options=options, parts=found)
 
 
 if __name__ == "__main__":
