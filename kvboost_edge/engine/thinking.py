@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
 from kvboost_edge.engine.request.requested_grammar import KINDS, MadeGrammar
-from kvboost_edge.engine.schedule.feature import Constraint
+from kvboost_edge.engine.schedule.feature import Constraint, Lookahead
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -173,6 +173,10 @@ class ReasoningBudget(Constraint):
     def forced(self) -> list[int]:
         """Return the tokens that must follow."""
         return list(self._closing) or self._inner.forced()
+
+    def lookahead(self) -> Lookahead:
+        """Return the other constraint's. Forced tokens are drafts of their own."""
+        return self._inner.lookahead()
 
     def _barred(self) -> tuple[int, ...]:
         """Return the tokens that would open or close another block after one was cut."""

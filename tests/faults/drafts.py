@@ -14,6 +14,7 @@ _LENGTHS = "engine/spec_decode/draft_lengths.py"
 _OF_LENGTHS = "tests/engine/spec_decode/test_draft_lengths.py"
 _OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
 _OF_MODELS = "tests/engine/spec_decode/test_model_drafts.py"
+_OF_GRAMMARS = "tests/engine/spec_decode/test_grammar_drafts.py"
 _OF_HEADS = "tests/engine/spec_decode/test_mtp_head.py"
 _OF_ASSISTANTS = "tests/engine/spec_decode/test_native_assistant.py"
 _OF_SAVING = "tests/engine/offload/test_draft_saving.py"
@@ -348,5 +349,40 @@ FAULTS = faults(
         "min(max(error, -_CLIP_LOW * deviation), _CLIP * deviation)",
         "error",
         "tests/engine/spec_decode/test_pass_costs.py",
+    ),
+    (
+        "drafts tokens that the grammar forbids",
+        "engine/spec_decode/model_drafts.py",
+        "allowed = self._grammar.masked(padded)",
+        "allowed = padded",
+        _OF_GRAMMARS,
+    ),
+    (
+        "drafts a token that completes the output",
+        "engine/spec_decode/model_drafts.py",
+        "if self.draft.is_cut or self._grammar.advance(token_id):",
+        "self._grammar.advance(token_id)\n        if self.draft.is_cut:",
+        _OF_GRAMMARS,
+    ),
+    (
+        "prompt lookup drafts tokens that the grammar forbids",
+        "engine/spec_decode/speculation.py",
+        "count = 0 if draft is None else grammar.lookahead().num_allowed(draft.token_ids)",
+        "count = 0 if draft is None else len(draft.token_ids)",
+        _OF_GRAMMARS,
+    ),
+    (
+        "masks of draft tokens advance the grammar itself",
+        "engine/grammar/masks.py",
+        "self._copy = self._matcher.deep_copy()",
+        "self._copy = self._matcher",
+        _OF_GRAMMARS,
+    ),
+    (
+        "an error of a draft token's mask turns the draft model off",
+        "engine/grammar/masks.py",
+        "            except RequestError:\n                return Lookahead()\n",
+        "            except KeyError:\n                return Lookahead()\n",
+        "tests/engine/grammar/test_masks.py",
     ),
 )

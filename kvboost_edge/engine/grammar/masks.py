@@ -3,6 +3,7 @@
 Each sequence has its own llguidance parser. After each token, the parser reports which tokens may
 follow. The parser advances with accepted tokens only. Draft tokens are masked and sampled row by
 row, like any other token. Where the grammar allows only one text, its tokens become draft tokens.
+Other drafts are chosen or cut so that the grammar allows their tokens.
 
 A mask usually takes less than a millisecond and is computed on the engine thread. Masks of an
 ambiguous grammar can take a hundred times as long. They are computed in a separate thread, and the
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.schedule.feature import Constraint
+from kvboost_edge.engine.schedule.feature import Constraint, Lookahead
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
@@ -34,6 +35,7 @@ Floats = npt.NDArray[np.float32]
 
 # Limits on mask computation, in seconds of CPU time.
 _SLOW_SECONDS = 0.004  # slower masks would delay the engine thread
+_CHEAP_SECONDS = 0.001  # slower masks would take as long as a pass of a small draft model
 _SLOW_TOKENS = 32  # tokens after a slow mask whose masks use a separate thread
 _TOKEN_SECONDS = 0.05  # average per token, after at least _MEASURED_TOKENS tokens
 _TOTAL_SECONDS = 2.0  # total for all masks of a request, unless its grammar counts as slow
@@ -81,6 +83,7 @@ class GrammarConstraint(Constraint):
         self._forced: list[int] = []
         self._asks = True
         self._slow_tokens = 0
+        self._is_cheap = True
         self._seconds = 0.0
         self._num_tokens = 0
         self._pending: Future[None] | None = None
@@ -136,6 +139,21 @@ class GrammarConstraint(Constraint):
             self._forced = list(self._matcher.compute_ff_tokens())
         return self._forced
 
+    def lookahead(self) -> Lookahead:
+        """Return the grammar for the next draft tokens.
+
+        It allows all tokens after a mask failed, in which case the next call of `masked` raises the
+        error.
+        """
+        if self._pending is not None and self._pending.exception() is not None:
+            return Lookahead()
+        if not self._is_found:
+            try:
+                self._find()
+            except RequestError:
+                return Lookahead()
+        return _GrammarLookahead(self._matcher, self._words, self._room, follows=self._is_cheap)
+
     def _settle(self) -> None:
         """Wait for a mask that another thread computes, and raise the error if it failed."""
         if self._pending is not None:
@@ -150,6 +168,7 @@ class GrammarConstraint(Constraint):
         self._check()
         seconds = time.thread_time() - began
         self._seconds += seconds
+        self._is_cheap = seconds <= _CHEAP_SECONDS
         self._slow_tokens = (
             _SLOW_TOKENS if seconds > _SLOW_SECONDS else max(0, self._slow_tokens - 1)
         )
@@ -188,6 +207,61 @@ class GrammarConstraint(Constraint):
             raise RequestError(
                 f"the grammar's parser failed: {first_line(self._matcher.get_error())}"
             )
+
+
+class _GrammarLookahead(Lookahead):
+    """The grammar of one sequence after draft tokens.
+
+    It reads the next token's mask, which the sequence needs as well. Masks of later tokens come
+    from a copy of the parser, which can fail or reach its limits without ending the request.
+
+    Args:
+        matcher: The sequence's parser.
+        words: The next token's mask.
+        room: The buffer that `masked` writes to.
+        follows: False if later tokens are not masked, because their masks would take too long.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, words: npt.NDArray[np.int32], room: Floats, *, follows: bool
+    ) -> None:
+        self._matcher = matcher
+        self._copy: LLMatcher | None = None
+        self._words = words
+        self._room = room
+        self._follows = follows
+        self._is_masked = self._is_found = True
+
+    def masked(self, logits: Floats) -> Floats:
+        if self._copy is not None and not self._is_found:
+            self._copy.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._is_found = True
+            self._is_masked = not self._copy.is_error()
+        if not self._is_masked:
+            return logits
+        mask_logits(self._words, logits, self._room)
+        return self._room
+
+    def advance(self, token_id: int) -> bool:
+        self._is_masked = self._is_masked and self._follows
+        if not self._is_masked:
+            return False
+        if self._copy is None:
+            self._copy = self._matcher.deep_copy()
+            self._words = np.empty_like(self._words)
+        self._copy.consume_token(token_id)
+        self._is_masked = not self._copy.is_error()
+        self._is_found = False
+        return self._is_masked and self._copy.is_stopped()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if not self._follows:
+            first = token_ids[0]
+            is_allowed = self._words[first // WORD_BITS] >> (first % WORD_BITS) & 1
+            return len(token_ids) if is_allowed else 0
+        copy = self._matcher.deep_copy()
+        count = copy.validate_tokens(list(token_ids))
+        return len(token_ids) if copy.is_error() else count
 
 
 def first_line(text: str) -> str:

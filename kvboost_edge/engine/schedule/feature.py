@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ __all__ = [
     "Constraint",
     "Drafting",
     "Feature",
+    "Lookahead",
     "Prefill",
     "Restored",
     "SequenceFeatures",
@@ -63,6 +65,33 @@ class Feature:
         return {}
 
 
+class Lookahead:
+    """A constraint as draft tokens see it, which leaves the constraint itself unchanged.
+
+    It may allow a token that the constraint forbids, but never forbids an allowed one. The null
+    implementation allows all tokens.
+    """
+
+    def masked(self, logits: Floats) -> Floats:
+        """Return logits [vocab_size] with forbidden tokens set to -inf, valid until the next call.
+
+        Other masked logits of the engine become invalid, too.
+        """
+        return logits
+
+    def advance(self, token_id: int) -> bool:
+        """Continue after a draft token and return whether the output is complete."""
+        return False
+
+    def num_allowed(self, token_ids: Several[int]) -> int:
+        """Return the number of draft tokens before the first forbidden one.
+
+        Args:
+            token_ids: the first draft tokens, at least one.
+        """
+        return len(token_ids)
+
+
 class Constraint(Feature):
     """Limits on the next tokens of one sequence, such as a grammar.
 
@@ -87,6 +116,10 @@ class Constraint(Feature):
     def forced(self) -> list[int]:
         """Return the tokens that must follow, as far as they are known."""
         return []
+
+    def lookahead(self) -> Lookahead:
+        """Return the constraint of the next draft tokens. The sequence must be ready."""
+        return Lookahead()
 
 
 class Drafting(Feature):

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.sampling import Sampler, make_sampler
+from kvboost_edge.engine.schedule.feature import Lookahead
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.spec_decode.draft_chances import AcceptanceCounts, DraftChances
@@ -42,6 +43,7 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.engine.spec_decode.token_states import TokenStates
+from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.runners.base import PassAbandoned
 
@@ -170,6 +172,7 @@ class ModelTurn:
         self.fill_stop = self.num_known - 1 if fill_stop is None else fill_stop
         self.is_done = draft.count == 0
         self.chance = 1.0
+        self._grammar: Lookahead | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -189,37 +192,59 @@ class ModelTurn:
     def push(self, logits: Floats, padded: Floats) -> None:
         """Sample the next token.
 
-        The draft ends before a stop token, before a token that is too unlikely, and at logits with
-        NaN.
+        The draft ends before a token that ends the output, before a token that is too unlikely, at
+        logits with NaN, and where all ids are forbidden.
 
         Args:
             logits: logits that the draft model computed, of the first ids.
             padded: the same with -inf for all other ids.
         """
+        self.is_done = True
         largest = int(logits.argmax())
         if not np.isfinite(logits[largest]):
-            self.draft.is_off = self.is_done = True
+            self.draft.is_off = True
             return
-        token_id = self.draft.sample(padded, self.token_ids, largest)
-        if token_id >= len(logits):  # all ids of the short vocabulary are forbidden
-            self.is_done = True
-            return
-        # The row before a stop token samples it, so its own row would be computed in vain.
-        if token_id in self.sequence.request.stop_ids:
-            self.is_done = True
+        if self._grammar is None:
+            self._grammar = self.sequence.grammar.lookahead()
+        allowed = self._grammar.masked(padded)
+        if allowed is not padded:
+            largest = int(allowed.argmax())
+        token_id = self._sampled(allowed, largest)
+        # The row before a token that ends the output samples it. Its own row would be computed in
+        # vain.
+        if token_id is None or token_id in self.sequence.request.stop_ids:
             return
         place = len(self.token_ids) - self.num_known
-        self.draft.is_cut = self._is_too_unlikely(logits, token_id, place)
-        if not self.draft.is_cut:
-            self.token_ids.append(token_id)
+        self.draft.is_cut = self._is_too_unlikely(allowed[: len(logits)], token_id, place)
+        if self.draft.is_cut or self._grammar.advance(token_id):
+            return
+        self.token_ids.append(token_id)
         self.is_done = (
-            self.draft.is_cut
-            or len(self.token_ids) == self.num_known + self.draft.count
+            len(self.token_ids) == self.num_known + self.draft.count
             or self.chance < self.draft.least_more[place]
         )
 
+    def _sampled(self, allowed: Floats, largest: int) -> int | None:
+        """Return the next token, or None if all ids of the draft model are forbidden.
+
+        Args:
+            allowed: logits [vocab_size], with -inf for other and forbidden ids.
+            largest: index of the largest one.
+        """
+        if allowed[largest] == -np.inf:
+            return None
+        try:
+            token_id = self.draft.sample(allowed, self.token_ids, largest)
+        except RequestError:  # the model's files suppress all of these ids
+            return None
+        return token_id if allowed[token_id] > -np.inf else None
+
     def _is_too_unlikely(self, logits: Floats, token_id: int, place: int) -> bool:
-        """Return whether a token is less likely than the engine or the request allows."""
+        """Return whether a token is less likely than the engine or the request allows.
+
+        Args:
+            logits: logits of the first ids, without those that the grammar forbids.
+        """
         request = self.sequence.request
         least = request.terms.draft_p_min
         if request.params.samples:  # the engine's model often draws the same unlikely token

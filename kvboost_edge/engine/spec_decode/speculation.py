@@ -20,7 +20,7 @@ from kvboost_edge.engine.memory.state_budget import most_draft_tokens, speculati
 from kvboost_edge.engine.request.request import Request, RequestFeature, RequestInputs
 from kvboost_edge.engine.request.results import DraftCounts
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.schedule.feature import Drafting
+from kvboost_edge.engine.schedule.feature import Constraint, Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
@@ -300,6 +300,8 @@ class Speculation(DraftPlanner):
     def _propose(self, sequence: Sequence, most: int, step: StepCosts) -> DraftProposal | None:
         """Return the tokens that the grammar forces, or else the most promising proposal.
 
+        Proposals of prompt lookup are cut before the first token that the grammar forbids.
+
         Args:
             most: Maximum number of draft tokens.
             step: Costs of adding draft tokens to the step.
@@ -308,7 +310,7 @@ class Speculation(DraftPlanner):
         if forced:
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)
-        found = drafts.lookup.propose(sequence.token_ids, most)
+        found = _allowed(drafts.lookup.propose(sequence.token_ids, most), sequence.grammar)
         if self._models is None or drafts.model is None:
             return found
         return self._models.propose(sequence, drafts.model, most, step, found)
@@ -422,6 +424,14 @@ class Speculation(DraftPlanner):
         drafting.learn(work.num_drafted, num_accepted)
         if num_reserved > num_accepted:
             self._manager.shrink(sequence.blocks, sequence.num_tokens)
+
+
+def _allowed(draft: DraftProposal | None, grammar: Constraint) -> DraftProposal | None:
+    """Return the tokens of a draft before the first one that the grammar forbids, or None."""
+    count = 0 if draft is None else grammar.lookahead().num_allowed(draft.token_ids)
+    if draft is None or not count:
+        return None
+    return draft._replace(token_ids=draft.token_ids[:count], chances=draft.chances[:count])
 
 
 def _long_enough(request: Request, tokens: list[int]) -> list[int]:

@@ -127,6 +127,16 @@ def test_masks_that_take_too_long_end_the_request(monkeypatch, cost, tokens):
         answer()
 
 
+def test_a_lookahead_leaves_the_error_of_a_failed_mask_to_the_request(monkeypatch):
+    parser = Parser()
+    grammar = GrammarConstraint(parser, room())
+    grammar.advance(2)
+    monkeypatch.setattr(parser, "is_error", lambda: True)
+    assert grammar.lookahead().num_allowed([1, 3]) == 2
+    with pytest.raises(RequestError, match="parser failed"):
+        grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+
+
 class Clock(Parser):
     """Parser whose masks take a number of CPU seconds on a clock of its own."""
 
