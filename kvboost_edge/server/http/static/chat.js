@@ -25,7 +25,7 @@ export class Chat {
   #prompt = byId("prompt");
   #draft = null; // while the last message is edited, the text that the field had before
 
-  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, modelNow(): its name or "",
+  /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, modelNow(): its name or "", refreshModels(),
    *  openSettings(name of a field), showRequest(id)}. `confirmation`: a Confirmation. */
   constructor(settings, connection, confirmation) {
     this.#settings = settings;
@@ -180,6 +180,7 @@ export class Chat {
     } catch (error) {
       step.state = signal.aborted ? "stopped" : "failed";
       if (step.state === "failed") failure = error;
+      if (error.status === 404) this.#connection.refreshModels(); // the server has been started with another model
     }
     step.finish = arrived.finish;
     const note = step.state === "stopped" ? "stopped" : (NOTES[step.finish] ?? "");

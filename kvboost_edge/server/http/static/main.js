@@ -31,7 +31,7 @@ const modelsView = new ModelsView(models, pulls, key, confirmation);
 new PullView(byId("pull-progress"), pulls, { use: (name) => modelsView.use(name) });
 const live = new LiveView(key, models);
 const prompts = new Prompts(key);
-const chat = new Chat(settings, { model: () => models.name(), modelNow: () => models.chosen?.id ?? "", openSettings, showRequest }, confirmation);
+const chat = new Chat(settings, { model: () => models.name(), modelNow: () => models.chosen?.id ?? "", refreshModels: () => models.refresh(), openSettings, showRequest }, confirmation);
 models.listen((isOther) => {
   if (!isOther) return;
   settings.showDefaults(models.sampling);

@@ -146,6 +146,21 @@ def test_a_failed_model_list_is_retried(stand_in):
 
 
 @pytest.mark.full
+def test_the_models_are_read_again_if_the_server_has_another_one(visiting, live_server):
+    old = {"data": [model("kvboost-edge/old")]}
+    visit = visiting(live_server.base_url, prepare=lambda one: one.serve("**/v1/models", old))
+    visit.expected_failures = ("404",)
+    visit.settings(max_tokens="2")
+    visit.shows("#model", "kvboost-edge/old")
+    visit.unroute("**/v1/models")
+    visit.ask("Hello")
+    expect(visit.answer("failed").locator(".error")).to_contain_text("kvboost-edge/old")
+    visit.shows("#model", SMALL)
+    visit.button("Try again").click()
+    visit.locator(".turn.done").wait_for()
+
+
+@pytest.mark.full
 def test_a_message_reports_that_the_list_of_models_takes_too_long(stand_in):
     page = stand_in(prepare=lambda visit: visit.route("**/v1/models", lambda route: None))
     page.evaluate(
