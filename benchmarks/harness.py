@@ -24,6 +24,8 @@ from kvboost_edge.host.memory import total_bytes
 from kvboost_edge.host.processor import default_num_threads, describe_cpu
 
 __all__ = [
+    "add_peers_python",
+    "add_threads",
     "alternate",
     "given",
     "machine_card",
@@ -45,7 +47,9 @@ _LOAD_AT_START = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark: --quick and --out."""
-    options = argparse.ArgumentParser(description=description)
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument(
         "--quick", action="store_true", help="run a short smoke test, whose figures mean little"
     )
@@ -53,6 +57,27 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--out", type=Path, help="file to write the JSON to, usually in benchmarks/results/"
     )
     return options
+
+
+def add_threads(options: argparse.ArgumentParser, default: int = 2) -> None:
+    """Add --threads, which all contenders of a benchmark use."""
+    options.add_argument(
+        "--threads",
+        type=int,
+        default=default,
+        help="number of compute threads of each engine (default: %(default)s)",
+    )
+
+
+def add_peers_python(options: argparse.ArgumentParser) -> None:
+    """Add --peers-python, the environment of the other engines."""
+    options.add_argument(
+        "--peers-python",
+        type=Path,
+        default=Path(__file__).parents[1] / ".venv-peers" / "bin" / "python",
+        metavar="PATH",
+        help="Python with the other engines (default: that of `make bench-peers`)",
+    )
 
 
 def alternate(

@@ -427,7 +427,6 @@ def model_of(name: str, folder: Path) -> Path:
 
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--shape",
         choices=tuple(_MODELS),
@@ -445,24 +444,52 @@ def options_from() -> argparse.Namespace:
         default=Plan.turns,
         help=f"{Plan.restart} or more, because the restart comes before this turn",
     )
-    parser.add_argument("--date-in", choices=("context", "system"), default="context")
+    parser.add_argument(
+        "--date-in",
+        choices=("context", "system"),
+        default="context",
+        help="message with the date that changes at midnight (default: %(default)s)",
+    )
     parser.add_argument(
         "--no-billing", action="store_true", help="omit the client's changing first line"
     )
     parser.add_argument(
         "--cold", choices=("three", "each"), default="three", help="turns to measure cold"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument("--capacity", type=int, default=32768, help="size of our pool in tokens")
     parser.add_argument("--kv-cache-bits", default="16", help="bits per KV value of our server")
-    parser.add_argument("--peer-cache", choices=("none", "ram", "disk"), default="ram")
-    parser.add_argument("--peer-cache-bytes", type=int, default=8 << 30)
-    parser.add_argument("--peer-flash", choices=("true", "false"), default="true")
-    parser.add_argument("--models", type=Path, default=_BENCHMARKS / "models")
     parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
+        "--peer-cache",
+        choices=("none", "ram", "disk"),
+        default="ram",
+        help="kind of llama_cpp.server's cache of states (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", choices=(Ours.label, LlamaCpp.label))
+    parser.add_argument(
+        "--peer-cache-bytes",
+        type=int,
+        default=8 << 30,
+        help="size of that cache in bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peer-flash",
+        choices=("true", "false"),
+        default="true",
+        help="whether llama_cpp.server uses flash attention (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=_BENCHMARKS / "models",
+        help="directory of the model (default: benchmarks/models)",
+    )
+    harness.add_peers_python(parser)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=(Ours.label, LlamaCpp.label),
+        help="servers to run (default: both)",
+    )
     return parser.parse_args()
 
 

@@ -37,7 +37,7 @@ TARGET_BLOCK_US = 2.0
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "").parse_args()
+    options = harness.parser(__doc__ or "").parse_args()
     rounds = 3 if options.quick else 25
     rows: list[dict[str, Any]] = []
     for num_tokens in (2_000, 50_000):

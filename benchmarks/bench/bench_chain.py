@@ -67,9 +67,17 @@ def measured(num_tokens: int, is_held: bool, knows: bool, rounds: int) -> tuple[
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
-    options.add_argument("--rounds", type=int, default=200)
+    options = harness.parser(__doc__ or "")
+    options.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[1024, 8192, 32768],
+        help="lengths of the prompts (default: %(default)s)",
+    )
+    options.add_argument(
+        "--rounds", type=int, default=200, help="lookups per figure (default: %(default)s)"
+    )
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for num_tokens in given.tokens:

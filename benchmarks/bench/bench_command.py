@@ -30,7 +30,7 @@ _OURS = "kvboost_edge kv16"
 
 def options_from() -> argparse.Namespace:
     parser = parser_for_layers(__doc__, ALL_SHAPES)
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument("--prompt", type=int, default=512, help="length of the prompt in tokens")
     parser.add_argument("--generate", type=int, default=128, help="number of tokens to decode")
     parser.add_argument("--repetitions", type=int, default=3, help="repetitions within each run")

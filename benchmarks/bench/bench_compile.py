@@ -89,7 +89,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(FORMATS)
+        "--kinds",
+        nargs="+",
+        default=["int4-asym", "int8"],
+        choices=sorted(FORMATS),
+        help="weight formats (default: %(default)s)",
     )
     parser.add_argument(
         "--layers",
@@ -99,7 +103,12 @@ def main() -> None:
         help="kinds of layers in addition to plain ones",
     )
     parser.add_argument("--quantized", action="store_true", help="use a quantized pool")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="compiling processes at the same time (default: %(default)s)",
+    )
     parser.add_argument("--part", choices=("children", "count"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:

@@ -116,7 +116,7 @@ def main() -> None:
     options.add_argument("model", type=Path, help="GGUF file of the model")
     options.add_argument("draft", type=Path, help="GGUF file of the draft model")
     options.add_argument("--tokens", type=int, default=96, help="tokens per answer")
-    options.add_argument("--threads", type=int, default=2)
+    harness.add_threads(options)
     options.add_argument("--draft-vocabulary", type=int, help="option of the engine")
     chosen = options.parse_args()
     num_prompts = 1 if chosen.quick else 8

@@ -119,12 +119,12 @@ def rows(
 def main() -> None:
     parser = parser_for_models(__doc__)
     parser.set_defaults(shape="qwen3-embedding-0.6b", quant="Q8_0", rounds=3)
-    parser.add_argument("--texts", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="number of tokens per text")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
+        "--texts", type=int, default=256, help="number of texts per round (default: %(default)s)"
     )
+    parser.add_argument("--tokens", type=int, default=200, help="number of tokens per text")
+    harness.add_threads(parser)
+    harness.add_peers_python(parser)
     options = parser.parse_args()
     if options.quick:
         options.shape = "embedding-tiny"

@@ -248,9 +248,7 @@ def main() -> None:
         metavar="TOKENS",
         help="maximum tokens of OpenVINO's steps (default: its own default)",
     )
-    parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
-    )
+    harness.add_peers_python(parser)
     parser.add_argument("--llama-server", metavar="PATH", help="also run llama.cpp's server")
     parser.add_argument("--setting", choices=_SETTINGS, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -34,7 +34,7 @@ from safetensors.numpy import save_file
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.bench.plain_read import plain_read, token_weights
-from benchmarks.harness import alternate, parser, report
+from benchmarks.harness import add_threads, alternate, parser, report
 from kvboost_edge.backends.base import Backend, BatchLayout
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.file_memo import cache_directory
@@ -357,13 +357,26 @@ def _row(name: str, parts: Sequence[float], best: float, tokens: int) -> dict[st
 
 def main() -> None:
     options_parser = parser(__doc__ or "")
-    options_parser.add_argument("--weights", default="int4", choices=("int8", "int4", "int4-asym"))
-    options_parser.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
-    options_parser.add_argument("--threads", type=int, default=default_num_threads())
+    options_parser.add_argument(
+        "--weights",
+        default="int4",
+        choices=("int8", "int4", "int4-asym"),
+        help="weight format (default: %(default)s)",
+    )
+    options_parser.add_argument(
+        "--kv-cache-bits",
+        type=int,
+        default=16,
+        choices=(16, 8, 4),
+        help="bits per KV value (default: %(default)s)",
+    )
+    add_threads(options_parser, default_num_threads())
     options_parser.add_argument(
         "--decode", type=int, default=24, help="number of decode steps at each depth"
     )
-    options_parser.add_argument("--layers", type=int, default=24)
+    options_parser.add_argument(
+        "--layers", type=int, default=24, help="number of layers (default: %(default)s)"
+    )
     options_parser.add_argument(
         "--model",
         type=Path,

@@ -402,7 +402,6 @@ def _name(bits: tuple[int, int]) -> str:
 
 def main() -> None:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--kernel", action="store_true", help="measure attention on one thread")
     mode.add_argument("--peers", action="store_true", help="measure cold prompts in every engine")
@@ -413,7 +412,12 @@ def main() -> None:
         default=["0.5b", "4b"],
         help="model shapes; only the first without --kernel (default: 0.5b 4b)",
     )
-    parser.add_argument("--quant", default="Q4_0", choices=bench_peers.QUANTS)
+    parser.add_argument(
+        "--quant",
+        default="Q4_0",
+        choices=bench_peers.QUANTS,
+        help="weight format of the model (default: %(default)s)",
+    )
     parser.add_argument("--layers", type=int, help="number of first layers (default: all)")
     parser.add_argument(
         "--lengths",
@@ -429,7 +433,7 @@ def main() -> None:
         default=[(16, 16), (8, 8), (8, 4), (4, 4)],
         help="bits per key and value, such as 8 or 8,4 (default: 16 8 8,4 4); not with --peers",
     )
-    parser.add_argument("--threads", type=int, default=default_num_threads())
+    harness.add_threads(parser, default_num_threads())
     parser.add_argument("--rounds", type=int, default=10, help="rounds (default: 10)")
     parser.add_argument(
         "--models", type=Path, default=Path(__file__).parents[1] / "models", help="model directory"

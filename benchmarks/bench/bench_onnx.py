@@ -265,12 +265,11 @@ class Contender:
 
 def main() -> None:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--shape", default=None, help='"0.5b" or "tiny" (default: 0.5b, or tiny with --quick)'
     )
     parser.add_argument("--depth", type=int, default=_DEPTH, help="length of the prompt in tokens")
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

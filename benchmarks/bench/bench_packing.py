@@ -230,7 +230,7 @@ def measure(large: Path, small: Path, weights: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    options: argparse.ArgumentParser = harness.parser(str(__doc__).splitlines()[0])
+    options: argparse.ArgumentParser = harness.parser(__doc__ or "")
     options.add_argument(
         "--models",
         type=Path,

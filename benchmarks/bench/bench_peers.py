@@ -340,10 +340,21 @@ def parser_for_models(
     The model is written if it does not exist.
     """
     parser = harness.parser(description or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--shape", choices=shapes, default="0.5b")
-    parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--shape",
+        choices=shapes,
+        default="0.5b",
+        help="model whose shape is used (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quant",
+        choices=QUANTS,
+        default="Q4_0",
+        help="weight format of the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of measured rounds (default: %(default)s)"
+    )
     parser.add_argument(
         "--models", type=Path, default=_BENCHMARKS / "models", help="directory of the GGUF files"
     )
@@ -391,14 +402,18 @@ class RandomModel(NamedTuple):
 
 def options_from() -> argparse.Namespace:
     parser = parser_for_layers(__doc__, ALL_SHAPES)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
+    harness.add_threads(parser)
+    parser.add_argument(
+        "--depths",
+        type=int,
+        nargs="+",
+        default=[0, 2048, 8192],
+        help="numbers of cached tokens before decoding (default: %(default)s)",
+    )
     parser.add_argument(
         "--capacity", type=int, default=16384, help="size of every engine's KV cache in tokens"
     )
-    parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
-    )
+    harness.add_peers_python(parser)
     parser.add_argument(
         "--only", nargs="+", help="labels of the engines to run, or prefixes of labels"
     )

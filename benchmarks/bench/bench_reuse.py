@@ -184,7 +184,7 @@ class Bench:
 def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
     parser.set_defaults(rounds=2)
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument(
         "--document", type=int, default=512, help="length of each of the 8 documents in tokens"
     )
@@ -197,9 +197,7 @@ def options_from() -> argparse.Namespace:
     parser.add_argument(
         "--capacity", type=int, default=32768, help="size of every engine's KV cache in tokens"
     )
-    parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
-    )
+    harness.add_peers_python(parser)
     options = parser.parse_args()
     if options.quick:
         options.shape = "tiny"

@@ -116,8 +116,16 @@ def measure(options: argparse.Namespace, team: KernelTeam) -> list[dict[str, Any
 
 def main() -> None:
     options_parser = parser(__doc__ or "")
-    options_parser.add_argument("--tokens", nargs="+", type=int, default=(256, 64, 16, 1))
-    options_parser.add_argument("--layers", type=int, default=24)
+    options_parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=(256, 64, 16, 1),
+        help="numbers of tokens of a pass (default: %(default)s)",
+    )
+    options_parser.add_argument(
+        "--layers", type=int, default=24, help="number of layers (default: %(default)s)"
+    )
     options_parser.add_argument(
         "--key-dim",
         type=int,

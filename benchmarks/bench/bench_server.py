@@ -332,8 +332,13 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument(
+        "--clients",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 64],
+        help="numbers of clients (default: %(default)s)",
+    )
     parser.add_argument(
         "--requests", type=int, default=2, help="number of consecutive requests per client"
     )
@@ -352,7 +357,7 @@ def options_from() -> argparse.Namespace:
         default=0.5,
         help="mean pause before each request of a client, in seconds",
     )
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument(
         "--capacity",
         type=int,
@@ -361,17 +366,30 @@ def options_from() -> argparse.Namespace:
         "suffice for the one request that it computes at a time",
     )
     parser.add_argument("--kv-cache-bits", default="16", help="bits per KV value of our server")
-    parser.add_argument("--models", type=Path, default=_BENCHMARKS / "models")
     parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
+        "--models",
+        type=Path,
+        default=_BENCHMARKS / "models",
+        help="directory of the model (default: benchmarks/models)",
     )
-    parser.add_argument("--only", nargs="+", choices=("kvboost_edge", "llama.cpp", "openvino"))
+    harness.add_peers_python(parser)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=("kvboost_edge", "llama.cpp", "openvino"),
+        help="servers to run (default: all)",
+    )
     parser.add_argument(
         "--overhead",
         action="store_true",
         help="measure only the cost of HTTP, on the bundled model",
     )
-    parser.add_argument("--overhead-rounds", type=int, default=200)
+    parser.add_argument(
+        "--overhead-rounds",
+        type=int,
+        default=200,
+        help="requests per figure of --overhead (default: %(default)s)",
+    )
     return parser.parse_args()
 
 

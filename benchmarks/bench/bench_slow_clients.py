@@ -125,10 +125,18 @@ def attached_slowly(port: int, count: int) -> Iterator[None]:
 
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--sockets", type=int, default=100)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument(
+        "--sockets", type=int, default=100, help="number of slow sockets (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=4, help="number of good clients (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=6,
+        help="rounds, each with and without slow sockets (default: %(default)s)",
+    )
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="duration of each half of a round in seconds"
     )

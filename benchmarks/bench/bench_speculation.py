@@ -256,11 +256,17 @@ def main() -> None:
         "--acceptance", help="probabilities of accepted draft tokens of a head, by position"
     )
     options.add_argument("--draft-vocabulary", type=int, help="option of the engine, for a head")
-    options.add_argument("--threads", type=int, default=2)
+    harness.add_threads(options)
     options.add_argument(
         "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
     )
-    options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
+    options.add_argument(
+        "--kv-cache-bits",
+        type=int,
+        default=16,
+        choices=(16, 8, 4),
+        help="bits per KV value (default: %(default)s)",
+    )
     options.add_argument("--only", choices=("real", "random"), help="measure only this model")
     names = [task.name for task in TASKS]
     options.add_argument(
@@ -269,9 +275,7 @@ def main() -> None:
         choices=names,
         help="measure only this task; repeat for several; default: all, and eight chats together",
     )
-    options.add_argument(
-        "--peers-python", type=Path, default=Path(__file__).parents[2] / ".venv-peers/bin/python"
-    )
+    harness.add_peers_python(options)
     chosen = options.parse_args()
     tasks = [task for task in TASKS if task.name in (chosen.task or names)]
     if chosen.quick:

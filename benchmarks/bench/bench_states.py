@@ -357,7 +357,7 @@ def _twin(model: Path, shape: Shape, quant: str) -> Path:
 def options_from(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_for_layers(__doc__, STATE_SHAPES)
     parser.set_defaults(shape="lfm2-1.2b", rounds=3)
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument("--capacity", type=int, default=16384, help="size of the pool in tokens")
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits per KV value")
     parser.add_argument(

@@ -255,7 +255,7 @@ def _behind_first(result: GenerationResult) -> float:
 
 def main() -> None:
     options = parser_for_models(__doc__)
-    options.add_argument("--threads", type=int, default=2)
+    harness.add_threads(options)
     options.add_argument("--tokens", type=int, default=200, help="number of tokens per answer")
     chosen = options.parse_args()
     if chosen.quick:

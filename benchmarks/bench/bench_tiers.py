@@ -282,7 +282,7 @@ def _drop_from_page_cache(path: Path) -> None:
 
 def options_from() -> argparse.Namespace:
     parser = parser_for_models(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
+    harness.add_threads(parser)
     parser.add_argument("--length", type=int, default=8192, help="length of the prompt in tokens")
     parser.add_argument(
         "--capacity", type=int, default=16384, help="size of every engine's KV cache in tokens"
@@ -293,9 +293,7 @@ def options_from() -> argparse.Namespace:
         default=10e9,
         help="size of the records for the time to readiness, in bytes",
     )
-    parser.add_argument(
-        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
-    )
+    harness.add_peers_python(parser)
     parser.add_argument("--redis-url", help="URL of a Redis server to share blocks (default: none)")
     parser.add_argument(
         "--scratch",

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from benchmarks.harness import alternate, parser, report
+from benchmarks.harness import add_threads, alternate, parser, report
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
@@ -140,7 +140,7 @@ def main() -> None:
     options_parser.add_argument(
         "--inputs", type=int, default=1536, help="number of inputs, a multiple of 256"
     )
-    options_parser.add_argument("--threads", type=int, default=default_num_threads())
+    add_threads(options_parser, default_num_threads())
     options = options_parser.parse_args()
     options.rounds = 5 if options.quick else 15
     team = KernelTeam(options.threads)

@@ -235,9 +235,12 @@ def serve(arguments: list[str]) -> int:
 
 def options_from() -> argparse.Namespace:
     parser = harness.parser(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=12)
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="duration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=12, help="number of clients (default: %(default)s)"
+    )
     return parser.parse_args()
 
 

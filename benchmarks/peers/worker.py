@@ -92,9 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", choices=_ENGINES)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("engine", choices=_ENGINES, help="engine to run")
+    parser.add_argument("model", type=Path, help="GGUF file")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of compute threads (default: %(default)s)"
+    )
     parser.add_argument(
         "--capacity", type=int, default=16384, help="size of the KV cache in tokens"
     )

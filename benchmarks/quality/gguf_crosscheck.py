@@ -224,6 +224,8 @@ def main() -> None:
         "--peers-python",
         type=Path,
         default=Path(__file__).parents[2] / ".venv-peers" / "bin" / "python",
+        metavar="PATH",
+        help="Python with llama.cpp (default: that of `make bench-peers`)",
     )
     parser.add_argument(
         "--families", nargs="*", help="check only these families, and no heads or pre-tokenizers"

@@ -351,8 +351,12 @@ def main() -> None:
         default=1024,
         help="length of the text for real keys, in tokens (default: 1024)",
     )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=("errors", "speed"))
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of compute threads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", choices=("errors", "speed"), help="part to measure (default: both)"
+    )
     options = parser.parse_args()
     result: dict[str, Any] = {}
     if options.only != "speed":

@@ -171,13 +171,30 @@ def _row(engine: CPUPagedEngine, task: str, context: int, count: int) -> dict[st
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--model", required=True)
-    options.add_argument("--context", type=int, default=8192, metavar="TOKENS")
+    options.add_argument("--model", required=True, help="GGUF file or model directory")
+    options.add_argument(
+        "--context",
+        type=int,
+        default=8192,
+        metavar="TOKENS",
+        help="length of the prompts (default: %(default)s)",
+    )
     options.add_argument("--count", type=int, default=20, help="questions per task")
-    options.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    options.add_argument("--prefill", nargs="+", default=["exact", "sparse"])
-    options.add_argument("--kv-cache-bits", type=int, default=8)
-    options.add_argument("--threads", type=int)
+    options.add_argument(
+        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default: all)"
+    )
+    options.add_argument(
+        "--prefill",
+        nargs="+",
+        default=["exact", "sparse"],
+        help="kinds of prefill to compare (default: %(default)s)",
+    )
+    options.add_argument(
+        "--kv-cache-bits", type=int, default=8, help="bits per KV value (default: %(default)s)"
+    )
+    options.add_argument(
+        "--threads", type=int, help="number of compute threads (default: all CPUs)"
+    )
     chosen = options.parse_args()
     count = 1 if chosen.quick else chosen.count
     rows = []

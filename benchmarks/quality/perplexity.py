@@ -167,7 +167,9 @@ def main() -> None:
     options.add_argument(
         "--tokens", type=int, default=512, help="number of tokens per text (default: 512)"
     )
-    options.add_argument("--window", type=int, default=256)
+    options.add_argument(
+        "--window", type=int, default=256, help="tokens of a window (default: %(default)s)"
+    )
     peers = Path(__file__).parents[2] / ".venv-peers" / "bin" / "python"
     options.add_argument(
         "--peers-python", type=Path, default=peers, help="Python of an environment with llama.cpp"

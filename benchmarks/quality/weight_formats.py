@@ -154,8 +154,19 @@ def main() -> None:
     parser.add_argument(
         "--model", default=BUNDLED_MODEL, help="model directory (default: the bundled model)"
     )
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--facts", type=int, nargs="+", default=[16, 64])
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=100,
+        help="questions per number of facts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--facts",
+        type=int,
+        nargs="+",
+        default=[16, 64],
+        help="numbers of facts in the context (default: %(default)s)",
+    )
     options = parser.parse_args()
     judge = Judge(
         options.facts[:1] if options.quick else options.facts,

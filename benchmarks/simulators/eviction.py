@@ -218,7 +218,7 @@ def rows_of(name: str, trace: Sequence[Access], sizes: Sequence[int]) -> list[di
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
+    options = harness.parser(__doc__ or "")
     options.add_argument(
         "--trace",
         type=Path,

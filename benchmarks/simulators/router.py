@@ -427,15 +427,31 @@ def row_of(
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
-    options.add_argument("--replicas", type=int, nargs="+", default=[4, 32, 256])
+    options = harness.parser(__doc__ or "")
     options.add_argument(
-        "--traces", nargs="+", default=[*TRACES, "unique"], choices=[*TRACES, "unique"]
+        "--replicas",
+        type=int,
+        nargs="+",
+        default=[4, 32, 256],
+        help="numbers of replicas (default: %(default)s)",
+    )
+    options.add_argument(
+        "--traces",
+        nargs="+",
+        default=[*TRACES, "unique"],
+        choices=[*TRACES, "unique"],
+        help="traces of requests (default: all)",
     )
     usual = [
         name for name in POLICIES if name != "told at once"
     ]  # with many replicas this would take hours
-    options.add_argument("--policies", nargs="+", default=usual, choices=list(POLICIES))
+    options.add_argument(
+        "--policies",
+        nargs="+",
+        default=usual,
+        choices=list(POLICIES),
+        help="routing policies (default: %(default)s)",
+    )
     options.add_argument(
         "--load",
         type=float,
@@ -447,8 +463,15 @@ def main() -> None:
         type=float,
         help="length of the trace (default: 9,600 divided by the replicas, at least 150)",
     )
-    options.add_argument("--lost", type=float, default=0.0)
-    options.add_argument("--late", type=float, default=0.0)
+    options.add_argument(
+        "--lost", type=float, default=0.0, help="share of lost messages (default: %(default)s)"
+    )
+    options.add_argument(
+        "--late",
+        type=float,
+        default=0.0,
+        help="share of messages that arrive one second late (default: %(default)s)",
+    )
     options.add_argument(
         "--shared",
         type=float,

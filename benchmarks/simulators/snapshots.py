@@ -220,7 +220,7 @@ def rows_of(num_seeds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "").parse_args()
+    options = harness.parser(__doc__ or "").parse_args()
     harness.report("snapshots", rows_of(1 if options.quick else 4), options=options)
 
 

@@ -354,7 +354,7 @@ def rows_of(model: str, answers: Sequence[Answer], name: str, size: int) -> list
 
 
 def main() -> None:
-    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "")
+    options = harness.parser(__doc__ or "")
     given: argparse.Namespace = options.parse_args()
     rows: list[dict[str, Any]] = []
     for model, answers in read_answers().items():
