@@ -33,6 +33,7 @@ __all__ = [
     "parser",
     "report",
     "seconds_to_first_byte",
+    "threads_of",
 ]
 
 _PACK = (
@@ -130,7 +131,11 @@ def pack_beforehand(model: Path | str) -> None:
 
 
 def machine_card() -> dict[str, Any]:
-    """Describe the machine and software: CPU, threads, memory, initial load, versions, commit."""
+    """Describe the machine and software.
+
+    `threads` is the engine's default number, which options of a benchmark may change. A commit
+    whose code has changed since then ends with "-dirty".
+    """
     cpu = describe_cpu()
     return {
         "date": datetime.date.today().isoformat(),
@@ -144,6 +149,12 @@ def machine_card() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
     }
+
+
+def threads_of(card: Mapping[str, Any], options: Mapping[str, Any] | None) -> int:
+    """Return the number of threads of a run, from its card and options."""
+    number = (options or {}).get("threads")
+    return int(card["threads"] if number is None else number)
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
@@ -177,8 +188,8 @@ def report(
     card = machine_card()
     print(f"\n{name}{' (quick: figures mean little)' if options.quick else ''}")
     print(
-        f"{card['date']} · {card['cpu']} · {card['isa']} · {card['threads']} threads · "
-        f"{card['memory_gb']} GB"
+        f"{card['date']} · {card['cpu']} · {card['isa']} · {threads_of(card, given(options))} "
+        f"threads · {card['memory_gb']} GB · load {card['load_at_start']} · commit {card['commit']}"
     )
     print("\n".join(_table(rows if shown is None else shown)))
     head = {"benchmark": name, "quick": options.quick, "machine": card, "options": given(options)}
@@ -231,10 +242,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+def _commit(repository: Path = Path(__file__).parents[1]) -> str | None:
+    git = ["git", "-C", str(repository)]
+    changed = ["diff", "--quiet", "HEAD", "--", "kvboost_edge", "benchmarks/*.py"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+        is_changed = subprocess.run([*git, *changed], capture_output=True, check=False).returncode
     except OSError:
         return None
-    return done.stdout.strip() or None
+    commit = done.stdout.strip()
+    return f"{commit}-dirty" if commit and is_changed else commit or None

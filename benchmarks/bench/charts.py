@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.harness import threads_of
 
 __all__ = ["IMAGES", "Bar", "Panel", "charts", "draw_chart", "main"]
 
@@ -63,8 +68,9 @@ class Panel(NamedTuple):
 
 def _source(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
+    threads = threads_of(machine, result.get("options"))
     return (
-        f"{machine['date']}, {machine['cpu'].replace('(R)', '')}, {machine['threads']} threads, "
+        f"{machine['date']}, {machine['cpu'].replace('(R)', '')}, {threads} threads, "
         f"{machine['isa']}, commit {machine['commit']}"
     )
 
@@ -94,7 +100,8 @@ def _readme_panels(peers: Mapping[str, Any], agents: Mapping[str, Any]) -> list[
             "Decode with 2,048 tokens of context (more is better)", "tokens/s", "decode_2048_tok_s"
         ),
         Panel(
-            f"Restart: first token, {restart['prompt']:,}-token prompt (less is better)",
+            f"Restart: first token, {restart['prompt']:,}-token prompt, llama_cpp.server with its "
+            "cache in memory (less is better)",
             "s",
             [
                 Bar("kvboost_edge", restart["ttft_s"]),

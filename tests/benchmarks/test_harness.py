@@ -1,6 +1,7 @@
 """Tests of the benchmark harness: order of rounds, separate warm-up, the table and the JSON line."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,6 +37,39 @@ def test_machine_card_names_what_figures_depend_on():
     assert card["threads"] >= 1
     assert card["packages"]["numpy"]
     assert {"cpu", "isa", "memory_gb", "date", "commit", "load_at_start"} <= set(card)
+
+
+def test_the_printed_threads_are_those_of_the_run(capsys):
+    parser = harness.parser("x")
+    harness.add_threads(parser)
+    for given in ([], ["--threads", "5"]):
+        harness.report("bench_x", [{"ms": 1.5}], options=parser.parse_args(given))
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if " GB · load " in line]
+    assert ["2 threads" in line for line in shown] == [True, False]
+    assert ["5 threads" in line for line in shown] == [False, True]
+    assert harness.threads_of({"threads": 3}, None) == 3
+
+
+def test_a_commit_whose_code_has_changed_is_marked(tmp_path):
+    def git(*arguments):
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", "-C", str(tmp_path), *own, *arguments], check=True)
+
+    code = tmp_path / "kvboost_edge" / "a.py"
+    results = tmp_path / "benchmarks" / "results" / "a.json"
+    for path in (code, results):
+        path.parent.mkdir(parents=True)
+        path.write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "A commit")
+    commit = harness._commit(tmp_path)
+    results.write_text("2")
+    assert harness._commit(tmp_path) == commit
+    assert "dirty" not in commit
+    code.write_text("2")
+    assert harness._commit(tmp_path) == f"{commit}-dirty"
 
 
 def test_load_is_that_of_the_start(monkeypatch):

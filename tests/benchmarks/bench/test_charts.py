@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from benchmarks.bench.charts import IMAGES, Bar, Panel, charts, draw_chart
+from benchmarks.bench.charts import IMAGES, Bar, Panel, _source, charts, draw_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -15,6 +15,13 @@ def test_the_stored_chart_is_drawn_from_the_recorded_results(name):
     assert stored == charts()[name], "run `make docs-images`"
     assert "2026-11-21, AMD EPYC" in stored
     assert "commit 623d870" in stored
+
+
+def test_the_threads_are_those_of_the_run():
+    machine = {"date": "2026-01-02", "cpu": "A", "threads": 8, "isa": "avx2", "commit": "abc"}
+    shown = [_source({"machine": machine, **more}) for more in ({}, {"options": {"threads": 2}})]
+    assert ["8 threads" in one for one in shown] == [True, False]
+    assert ["2 threads" in one for one in shown] == [False, True]
 
 
 def test_a_bar_is_as_long_as_its_value_and_labelled_with_it():
