@@ -385,4 +385,11 @@ FAULTS = faults(
         "            except KeyError:\n                return Lookahead()\n",
         "tests/engine/grammar/test_masks.py",
     ),
+    (
+        "drafts too few tokens for a request with a minimum",
+        "engine/spec_decode/model_drafts.py",
+        "count = least_tokens + int(rates[least_tokens:].argmax())",
+        "count = 1 + int(rates[1:].argmax())",
+        _OF_MODELS,
+    ),
 )

@@ -577,6 +577,11 @@ class Request:
         return self.uses_cache and not bypassed
 
     @property
+    def min_draft_tokens(self) -> int:
+        """Minimum number of draft tokens of a draft, which is at most their maximum."""
+        return min(self.terms.min_draft_tokens, self.max_draft_tokens)
+
+    @property
     def uses_cache(self) -> bool:
         """True if some of the request's tokens may come from the cache."""
         return self.mode is not GenerationMode.BASELINE and not self.stores_nothing

@@ -365,7 +365,7 @@ class ModelDrafts:
         Args:
             sequence: a sequence that decodes.
             draft: its part of the draft model, which is updated.
-            most: maximum number of draft tokens.
+            most: maximum number of draft tokens. If the request wants longer drafts, there is none.
             step: costs of adding draft tokens to the step.
             other: proposal of another source.
 
@@ -375,8 +375,9 @@ class ModelDrafts:
         draft.clear()
         known = sequence.num_tokens
         most = min(most, _MOST, self.model.max_context - known + 1)
+        least_tokens = max(1, sequence.request.min_draft_tokens)
         if (
-            most < 1
+            most < least_tokens
             or not self._runs_for(sequence, draft)
             or not self.model.can_draft(sequence.blocks, known, draft.states)
         ):
@@ -391,7 +392,7 @@ class ModelDrafts:
             [0] * most, draft.chances.values[:most], self.model.source, ends_early
         )
         rates = step.rates(planned)
-        count = 1 + int(rates[1:].argmax())
+        count = least_tokens + int(rates[least_tokens:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
         if other is not None:
             least = max(least, step.rates(other)[1:].max())

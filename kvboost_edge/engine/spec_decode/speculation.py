@@ -436,8 +436,7 @@ def _allowed(draft: DraftProposal | None, grammar: Constraint) -> DraftProposal 
 
 def _long_enough(request: Request, tokens: list[int]) -> list[int]:
     """Return the tokens of a draft, or none if the request wants longer drafts."""
-    least = min(request.terms.min_draft_tokens, request.max_draft_tokens)
-    return tokens if len(tokens) >= least else []
+    return tokens if len(tokens) >= request.min_draft_tokens else []
 
 
 def _model_draft_of(sequence: Sequence) -> SequenceDraft | None:

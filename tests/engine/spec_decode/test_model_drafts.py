@@ -500,6 +500,25 @@ def test_a_draft_that_is_cut_below_the_minimum_is_dropped(kind, monkeypatch):
     assert set(verified[4]) <= {0, 4}
 
 
+@pytest.mark.parametrize(("most", "least"), [(4, 3), (31, 8), (31, 9)])
+def test_no_draft_below_the_minimum_is_computed(kind, most, least):
+    """Drafts of a wrong draft model would become short. It drafts at most eight tokens."""
+    bench = drafting_bench(kind, "wrong")
+    drafted = []
+    draft_runner(bench).on_forward = lambda batch: drafted.append(len(batch.logit_rows))
+    terms = {"max_draft_tokens": most, "min_draft_tokens": least, "always_drafts": True}
+    result = bench.ask(prompt(5, 30), 60, terms=terms)
+    assert sum(drafted) == result.drafted_tokens
+    if least == 9:
+        assert draft_runner(bench).computed == 0
+    else:
+        assert result.drafted_tokens > 100
+    bench = drafting_bench(kind, "wrong")
+    handle = bench.submit(prompt(5, 30), 60, terms={**terms, "always_drafts": False})
+    bench.run()
+    bench.answer(handle)
+
+
 def test_a_draft_model_that_fails_its_first_trial_is_off(kind, caplog):
     drafter = fake_drafter(64, of=kind)
 
