@@ -10,7 +10,11 @@ import openvino_genai as genai
 
 
 class Engine:
-    """OpenVINO GenAI with its defaults, and KV blocks for as many tokens as the other engines."""
+    """OpenVINO GenAI, with KV blocks for as many tokens as the other engines.
+
+    A step has at most 512 tokens, as in the other engines, instead of an unlimited number. Other
+    settings that affect the speed are the library's defaults.
+    """
 
     def __init__(self, options: Any) -> None:
         scheduler = genai.SchedulerConfig()

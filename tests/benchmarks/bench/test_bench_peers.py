@@ -72,6 +72,18 @@ def test_megabytes_of_a_worker_are_those_of_the_host():
     assert worker.memory()["rss_mb"] <= worker.memory()["peak_mb"]
 
 
+def test_the_first_of_our_contenders_is_compared_with_the_best_peer():
+    labels = ("kvboost_edge kv16", "kvboost_edge kv8", "llama.cpp f16", "openvino u8")
+    bench = Bench([Namespace(label=label) for label in labels], 1024, 3)
+    for label, values in zip(labels, ((3, 2, 9), (1, 1, 1), (6, 5, 9), (8, 8, 8)), strict=True):
+        for value in values:
+            bench.note("cold_ttft_64_s", label, value)
+            bench.note("decode_0_tok_s", label, value)
+    seconds, speed = bench.rows()
+    assert seconds["kvboost_edge kv16 / best peer"] == 3 / 6
+    assert speed["kvboost_edge kv16 / best peer"] == 3 / 8
+
+
 def test_contenders_are_those_that_are_asked_for():
     assert [label for label, *_ in contenders(_options("kvboost_edge"))] == [
         "kvboost_edge kv16",
