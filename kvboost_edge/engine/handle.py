@@ -132,7 +132,8 @@ class RequestHandle:
         index: index of the request.
         prompt_logprobs: log probabilities of the prompt, if requested. Set before the first event.
         cached_tokens: number of prompt tokens found in the cache. Set before the first event.
-        pinned_tokens: number of tokens pinned for the request's `pins`. Set with the result.
+        pinned_tokens: number of tokens pinned for the request's `pin` or `pins`, of which only full
+            blocks are kept. Set with the result.
         cancel_requested: True once the request was cancelled, even if a step still computes it.
     """
 

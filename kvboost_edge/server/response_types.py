@@ -842,6 +842,9 @@ class Warmed(_Answer):
     alignment_warning: Annotated[
         str | None, Field(description="Note about the tokens that are not cached, if they matter.")
     ]
+    pinned_tokens: Annotated[
+        int, Field(description="Number of tokens in pinned blocks, or 0 without pin.")
+    ]
 
 
 class Unpinned(_Answer):

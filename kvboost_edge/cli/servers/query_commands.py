@@ -37,7 +37,7 @@ def run_warm(
         return
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
     seconds = found["kvboost"]["total_ms"] / 1e3
-    pinned = "; their full blocks are pinned" if pin else ""
+    pinned = f"; {found['pinned_tokens']} tokens are pinned" if pin else ""
     pinned += "" if ttl is None else f" for {ttl:g} s"
     print(
         f"{found['token_count']} prompt tokens are cached, {cached} of them already before "

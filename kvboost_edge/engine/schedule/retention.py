@@ -213,4 +213,5 @@ def pin_prompt(
         )
     except (CapacityError, RequestError) as error:
         return error
+    sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, len(shareable))
     return None

@@ -59,8 +59,10 @@ def test_a_warmed_request_hits_all_full_blocks(server, tmp_path, printed, answer
     assert "pinned" not in printed(*command).out
     out = printed(*command, "--pin", "--ttl", "60").out
     assert out.startswith(f"{tokens} prompt tokens are cached, ")
-    assert out.endswith("; their full blocks are pinned for 60 s\n")
-    assert printed(*command, "--pin").out.endswith("; their full blocks are pinned\n")
+    pinned = tokens // BLOCK * BLOCK
+    assert 0 < pinned < tokens
+    assert out.endswith(f"; {pinned} tokens are pinned for 60 s\n")
+    assert printed(*command, "--pin").out.endswith(f"; {pinned} tokens are pinned\n")
     assert server.engine.paged_stats()["pinned_blocks"] == tokens // BLOCK
 
 

@@ -106,7 +106,9 @@ async def warm(request: Request, body: WarmRequest) -> Response:
                 lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
             )
         spent = costs(results, 1, run.tokenize_ms, cause=run.cause)
-        await send_json(send, dumps(_warmed(stored, results, spent)))
+        block_size = engine.config.block_size
+        pinned_tokens = run.handles[0].pinned_tokens // block_size * block_size
+        await send_json(send, dumps(_warmed(stored, results, spent, pinned_tokens)))
 
     return respond_when_loaded(request, body.model, work)
 
@@ -231,7 +233,12 @@ def _num_chunks(config: EngineConfig, body: WarmRequest, estimates: Sequence[int
     return sum(max(1, -(-tokens // options.chunk_size)) for tokens in estimates)
 
 
-def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spent | None) -> Warmed:
+def _warmed(
+    stored: WarmResult,
+    results: Sequence[GenerationResult],
+    spent: Spent | None,
+    pinned_tokens: int = 0,
+) -> Warmed:
     return {
         "object": "warm",
         "chunks_stored": stored.chunks_stored,
@@ -240,6 +247,7 @@ def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spen
         "chunk_boundary_aligned": stored.chunk_boundary_aligned,
         "partial_tail_tokens": stored.partial_tail_tokens,
         "alignment_warning": stored.alignment_warning,
+        "pinned_tokens": pinned_tokens,
         "usage": usage_of(results, 1),
         "timings": None if spent is None else spent["timings"],
         "kvboost": None if spent is None else spent["kvboost"],
