@@ -147,7 +147,8 @@ def _pruned(
     max_disk_bytes: int | None,
     older_than: float | None,
 ) -> list[CacheEntry]:
-    """Return the entries to remove: old entries, and the oldest blocks beyond the size limit.
+    """Return the entries to remove: old entries, ended sessions, and the oldest blocks beyond the
+    size limit.
 
     Includes entries that a process has open. The caller reports them as kept.
     """
@@ -156,7 +157,7 @@ def _pruned(
     going = []
     for one in entries:
         old = older_than is not None and time.time() - one.changed > older_than * _DAY_S
-        if old or (one.space is not None and excess > 0):
+        if old or one.has_expired or (one.space is not None and excess > 0):
             going.append(one)
             excess -= one.nbytes if one.space is not None and not one.in_use else 0
     return going

@@ -68,6 +68,12 @@ class CacheEntry:
         """Number of days since the last use."""
         return max(0.0, (time.time() - self.changed) / _DAY_S)
 
+    @property
+    def has_expired(self) -> bool:
+        """True for a session that has ended."""
+        expires = None if self.record is None else self.record.expires
+        return expires is not None and expires <= time.time()
+
     def matches(self, word: str) -> bool:
         """Return whether the name of the model or the entry contains `word`."""
         return word.lower() in f"{self.model} {self.name}".lower()

@@ -29,8 +29,8 @@ def cache(
             metavar="ACTION",
             help=(
                 "What to do: status (show totals), list (show every entry), verify (read and "
-                "check all blocks), prune (remove entries beyond the limits) or clear (remove "
-                "everything)."
+                "check all blocks), prune (remove expired sessions, and entries beyond the "
+                "limits) or clear (remove everything)."
             ),
         ),
     ],

@@ -101,6 +101,7 @@ class SessionRecord:
         model: name of the model; "" if the record is damaged.
         nbytes: size of the file.
         changed: time of the last write, in seconds since the epoch.
+        expires: time when the session ends; None if the record is damaged.
     """
 
     path: Path
@@ -108,6 +109,7 @@ class SessionRecord:
     model: str
     nbytes: int
     changed: float
+    expires: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +202,10 @@ def _record(path: Path) -> SessionRecord | None:
             header = _header_of(file.read(_HEADER_BYTES))
     except FileNotFoundError:  # deleted meanwhile
         return None
-    name, model = ("", "") if header is None else (header[1].name, header[1].model)
-    return SessionRecord(path, name, model, stat.st_size, stat.st_mtime)
+    if header is None:
+        return SessionRecord(path, "", "", stat.st_size, stat.st_mtime, None)
+    info = header[1]
+    return SessionRecord(path, info.name, info.model, stat.st_size, stat.st_mtime, info.expires)
 
 
 class SessionStore:

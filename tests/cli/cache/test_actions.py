@@ -118,6 +118,19 @@ def test_named_sessions_are_listed_and_removed(home, answer, printed):
     assert [path.name for path in (home / "blocks" / "sessions").iterdir()] == ["notes.txt"]
 
 
+def test_prune_removes_expired_sessions(home, answer):
+    store = SessionStore(home / "blocks")
+    for name, ttl in (("lasting", 7200), ("ended", 60)):
+        session = Session.of(
+            name, "alpha-7b", [1], {}, block_size=16, block_bytes=1, ttl=ttl, now=time.time() - 3600
+        )
+        store.put("one", None, session)
+    assert list(answer("prune", "--dry-run")["rows"]) == ["ended"]
+    assert list(answer("prune")["rows"]) == ["ended"]
+    assert [row for row in answer("list")["rows"] if row in ("ended", "lasting")] == ["lasting"]
+    assert store.find("one", None, "lasting") is not None
+
+
 def test_open_caches_are_reported_and_kept(home, answer):
     with opened(home / "blocks", SPACE) as tier:
         assert answer("list")["rows"]["alpha-7b int8"]["in_use"]
