@@ -127,6 +127,7 @@ def room_for(
     wanted_param: str,
     *,
     fills: bool = False,
+    described: str = "the prompt",
 ) -> int:
     """Return the number of new tokens that a prompt may generate.
 
@@ -137,6 +138,7 @@ def room_for(
         wanted: requested number of new tokens; None for all that fit.
         wanted_param: field of `wanted`, for errors.
         fills: whether a `wanted` above the room means all that fit.
+        described: name of the prompt in errors.
 
     Raises:
         ApiError: the context or the block pool is too small (400).
@@ -147,7 +149,7 @@ def room_for(
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
         message = (
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room for an answer: "
+            f"{described} has {num_prompt_tokens} tokens, which leaves no room for an answer: "
             f"{limit}; shorten it"
         )
         raise ApiError(400, message, code="context_length_exceeded", param=param)

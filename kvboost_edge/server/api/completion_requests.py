@@ -34,9 +34,15 @@ class RenderedCompletion(RenderedRequest):
     """A completion request that is ready to run.
 
     The constructor raises ApiError for fields that contradict each other.
+
+    Attributes:
+        prompt_field: field that errors about the prompt name.
+        prompt_described: name of the prompt in the messages of these errors.
     """
 
     wire_names = WireNames("cmpl", "text_completion", "text_completion")
+    prompt_field = "prompt"
+    prompt_described = "the prompt"
 
     def __init__(self, state: ModelState, body: CompletionRequest, *, fills: bool = False) -> None:
         """Create a request.
@@ -87,10 +93,11 @@ class RenderedCompletion(RenderedRequest):
         room = room_for(
             self.state,
             len(prompt.token_ids),
-            "prompt",
+            self.prompt_field,
             self._limit,
             "max_tokens",
             fills=self._fills,
+            described=self.prompt_described,
         )
         if self._limit is None and body.logprobs is not None:
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))

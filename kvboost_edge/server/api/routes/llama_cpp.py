@@ -73,7 +73,7 @@ async def infill(request: Request, body: Infill) -> Response:
     """
 
     async def work(state: ModelState, send: Send) -> None:
-        with renamed({**FIELDS, "prompt": "input_prefix"}):
+        with renamed(FIELDS):
             await _respond(request, send, body, infill_of(state, body))
 
     return respond_when_loaded(request, body.model, work)

@@ -196,8 +196,14 @@ async def test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit(app, writer
     answer = await ask(app, VIM, input_extra=extra, **local)
     assert answer["kvboost"]["dropped_messages"] == 3
     assert answer["prompt"].startswith("Rmyproject\nFfilename\nPxxx")
-    answer = await app.post("/infill", json={**VIM, "input_prefix": "x" * 9000})
-    assert (answer.status_code, "the model's context" in answer.text) == (400, True)
+    for long in ({"input_prefix": "x" * 9000}, {"input_suffix": "x" * 9000}):
+        answer = await app.post("/infill", json={**VIM, **long})
+        assert answer.status_code == 400
+        assert re.search(
+            r"the prompt \(input_prefix, prompt and input_suffix\) has 9\d{3} tokens, .* the "
+            "model's context is 8000 tokens",
+            answer.json()["error"]["message"],
+        )
     extra = [{"text": "x" * 2**20}, {"text": "x"}]
     answer = await app.post("/infill", json={**VIM, "input_extra": extra})
     assert (answer.status_code, "at most 1048576" in answer.text) == (400, True)

@@ -99,6 +99,9 @@ class RenderedPieces(RenderedCompletion):
 class RenderedInfill(RenderedPieces):
     """An infill request. Texts of other files that do not fit the context are left out."""
 
+    prompt_field = "input_prefix"
+    prompt_described = "the prompt (input_prefix, prompt and input_suffix)"
+
     def __init__(
         self,
         state: ModelState,
