@@ -103,8 +103,8 @@ redis-server:  ## unpack a redis-server for the tests into .redis (Debian, Ubunt
 ##@ Tests
 
 test: setup  ## run the suite for every change; about 10 minutes on two cores
-	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
-	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING)
+	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"; first=$$?; \
+	$(PYTEST) -m "alone and not full and not cluster" $(MEASURING) && exit $$first
 
 test-all: setup  ## run everything: large N, full matrices, Ray replicas, one thread
 	$(LONG) $(SIDE_BY_SIDE) -m "not cluster and not alone"

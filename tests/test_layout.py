@@ -307,6 +307,27 @@ def test_make_test_runs_every_test_once():
                 )
 
 
+@pytest.mark.parametrize("failing", [set(), {"first"}, {"second"}, {"first", "second"}])
+def test_make_test_runs_its_second_call_after_a_failure(failing, tmp_path):
+    """Both calls run, and make fails if either of them does."""
+    calls = {
+        name: f"touch {tmp_path}/{name}; {'false' if name in failing else 'true'}"
+        for name in ("first", "second")
+    }
+    made = subprocess.run(
+        [
+            *("make", "--silent", "--old-file=setup", "test"),
+            *(f"SIDE_BY_SIDE={calls['first']}", f"PYTEST={calls['second']}"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert {path.name for path in tmp_path.iterdir()} == set(calls)
+    assert bool(made.returncode) == bool(failing), made.stderr
+
+
 def test_thread_dependent_tests_run_again_with_one_thread():
     calls = calls_of("test-all")["one thread"]
     [once_more] = [
