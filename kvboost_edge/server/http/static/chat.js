@@ -3,7 +3,7 @@
 import { streamChat } from "/static/api.js";
 import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
 import { idOf, keepChat, keptChats, removeChat, titleOf } from "/static/chats.js";
-import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
+import { beginStep, Conversation, settle, takeCall, textOf } from "/static/conversation.js";
 import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
 import { button, byId, copy, element, setText } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
@@ -145,26 +145,37 @@ export class Chat {
     this.#answer(turn);
   }
 
-  /** Generates another answer of the last turn. */
-  async #answer(turn) {
+  /** Generates another answer of the last turn, in place of `earlier` if it is a step. */
+  async #answer(turn, earlier = null) {
     this.#log.querySelectorAll(".turn > .actions").forEach((actions) => actions.remove());
-    const step = beginStep(turn);
+    const step = beginStep(turn, earlier);
     const view = this.#view;
     const part = view.begin(step, () => this.#followEnd());
     this.#followEnd();
     const controller = new AbortController();
     this.#setRunning(controller);
     this.#say("");
-    await this.#receive(step, part, controller.signal);
+    const failure = await this.#receive(step, part, controller.signal);
     view.mark(step.state);
     if (this.#running !== controller) return; // another chat was opened meanwhile
     this.#setRunning(null);
+    const last = settle(turn);
     this.#keep();
-    this.#conclude(turn, step, part);
+    if (last === step) this.#conclude(turn, step, part);
+    else this.#putBack(turn, last, failure);
     this.#followEnd();
   }
 
-  /** Streams an answer into `step`. */
+  /** Shows an earlier answer again, with the error of the one that was to replace it, or null. */
+  #putBack(turn, step, failure) {
+    this.#view.takeLast();
+    const part = this.#view.begin(step, () => {});
+    part.restore(failure);
+    this.#view.mark(step.state);
+    this.#conclude(turn, step, part);
+  }
+
+  /** Streams an answer into `step`; returns the error, or null. */
   async #receive(step, part, signal) {
     const arrived = { usage: null, timings: null, kvboost: null, finish: "", requestId: "", pieces: 0, clock: startedClock() };
     let failure = null;
@@ -187,6 +198,7 @@ export class Chat {
     const why = arrived.requestId === "" ? null : () => this.#connection.showRequest(arrived.requestId);
     part.finish(figuresLine(summarize(arrived), note, why), failure);
     this.#say(spoken(step, failure, arrived));
+    return failure;
   }
 
   /** Ends the last turn with its actions. Asks for results of calls, or notes what will not be sent again. */
@@ -206,10 +218,10 @@ export class Chat {
     this.#view.root.append(this.#actions(turn, step));
   }
 
-  #goOn(turn) {
+  #goOn(turn, earlier = null) {
     this.#prompt.focus();
     this.#sticks = true;
-    this.#answer(turn);
+    this.#answer(turn, earlier);
   }
 
   async #body() {
@@ -235,12 +247,12 @@ export class Chat {
     return actions;
   }
 
-  /** Regenerates the last answer; results of earlier calls are kept. */
+  /** Regenerates the last answer; results of earlier calls are kept, and the answer if there is no new one. */
   #again(turn) {
     if (!this.#ready()) return;
-    turn.steps.pop();
+    const earlier = turn.steps.pop();
     this.#view.takeLast();
-    this.#goOn(turn);
+    this.#goOn(turn, earlier);
   }
 
   /** Puts the last message into the field; sending it replaces the last turn. */

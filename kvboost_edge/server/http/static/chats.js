@@ -1,5 +1,7 @@
 /** Chats stored in this browser, each under its own key, so that tabs with different chats do not overwrite each other. */
 
+import { settle } from "/static/conversation.js";
+
 const PREFIX = "chat:";
 const TITLE_LENGTH = 48;
 const MAX_STORED_CHATS = 100;
@@ -73,6 +75,7 @@ function parsed(text) {
     const { title, changed, turns } = JSON.parse(text);
     for (const turn of turns) {
       for (const step of turn.steps) if (step.state === "running") step.state = "stopped";
+      settle(turn);
     }
     return turns.length > 0 && turns.every(isTurn) ? { title: String(title), changed: Number(changed), turns } : null;
   } catch {

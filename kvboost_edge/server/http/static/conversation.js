@@ -36,12 +36,22 @@ export class Conversation {
 
 /**
  * Appends a step to `turn` and returns it. `state`: "running", "done", "stopped" or "failed"; `finish`: the server's
- * reason for the end, "" without one; `model`: the model that answers.
+ * reason for the end, "" without one; `model`: the model that answers; `earlier`: the step that it replaces, or null.
  */
-export function beginStep(turn) {
-  const step = { reasoning: "", answer: "", calls: [], state: "running", finish: "", model: "" };
+export function beginStep(turn, earlier = null) {
+  const step = { reasoning: "", answer: "", calls: [], state: "running", finish: "", model: "", earlier };
   turn.steps.push(step);
   return step;
+}
+
+/** Puts the earlier step back if the last one, which has ended, failed or was stopped without text. Returns the last step. */
+export function settle(turn) {
+  const step = turn.steps.at(-1);
+  const earlier = step?.earlier ?? null;
+  if (earlier === null) return step;
+  step.earlier = null;
+  if (step.state !== "done" && step.answer === "" && step.calls.length === 0) turn.steps.splice(-1, 1, earlier);
+  return turn.steps.at(-1);
 }
 
 /** Adds a piece of a streamed call, in OpenAI's format, to `step`; returns the call. */

@@ -93,14 +93,14 @@ class StepView {
     if (failure !== null) this.root.append(errorBox(failure));
   }
 
-  /** Shows a whole step of a stored chat. */
-  restore() {
+  /** Shows a whole step that has ended. `failure`: an error to show below it, or null. */
+  restore(failure = null) {
     if (this.#step.reasoning !== "") {
       this.#beginReasoning();
       this.#reasoning.end("Reasoning");
     }
     this.update();
-    this.finish(element("div"), null);
+    this.finish(element("div"), failure);
   }
 
   /** Asks for the results of the calls: see ToolCallsView. */

@@ -356,6 +356,10 @@ class StandIn:
         self._send({"choices": [], **last}, "[DONE]")
         self.visit.answer()
 
+    def fail(self, message):
+        """End the response with an error."""
+        self._send({"error": {"message": message, "code": "internal_error"}})
+
     def call(self, name, arguments, *, index=0):
         """Send a whole tool call, with its arguments in pieces of three characters."""
         function = {"name": name, "arguments": ""}

@@ -203,6 +203,33 @@ def test_editing_loses_nothing_before_the_message_is_sent(stand_in):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("end", ["failed", "stopped", "other chat", "reload"])
+def test_an_answer_is_kept_until_a_new_one_begins(stand_in, end):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.button("Regenerate").click()
+    chat.asked(2)
+    chat.expects(".answer-body").to_be_empty()
+    if end == "failed":
+        chat.fail("too slow")
+        expect(chat.answer().locator(".error")).to_contain_text("too slow")
+    elif end == "stopped":
+        chat.click("#stop")
+    elif end == "other chat":
+        chat.click("#new-chat")
+        chat.select_option("#chats", label="Apples")
+    else:
+        reload(chat)
+    expect(chat.answer().locator(".answer-body")).to_have_text("Red")
+    chat.button("Regenerate").click()
+    chat.asked(1 if end == "reload" else 3)
+    chat.deltas({"content": "Gre"})
+    expect(chat.locator(".answer-body")).to_have_text("Gre")
+    chat.click("#stop")
+    expect(chat.answer("stopped").locator(".answer-body")).to_have_text("Gre")
+
+
+@pytest.mark.full
 def test_an_edit_continues_while_the_answer_is_regenerated(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
@@ -212,7 +239,7 @@ def test_an_edit_continues_while_the_answer_is_regenerated(stand_in):
     chat.asked(2)
     chat.keyboard.press("Enter")  # waits for the answer
     chat.keyboard.press("Escape")
-    chat.answer("stopped")
+    chat.answer()
     assert say(chat, chat.input_value("#prompt"), "Green", 3) == ["Pears"]
 
 
