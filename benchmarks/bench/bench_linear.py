@@ -14,7 +14,8 @@ Measures bandwidth, integer rate and the division of time, in four tables:
        and the rest.
     4. A prefill, divided in the same way.
 
-The last line is JSON. The random model is packed once and kept in the cache directory.
+Tables 3 and 4 have medians of the steps and of three prefills. Table 2 has the fastest rounds. The
+last line is JSON. The random model is packed once and kept in the cache directory.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ STEP_DEPTH = 16
 DEPTHS = (STEP_DEPTH, 512, 2048, 8192)
 PROMPTS = (512, 2112)
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 2048)
+_PREFILLS = 3  # measured prefills of each length
 PASS = 512  # tokens in a pass, the size of the engine's prompt chunks
 
 
@@ -324,11 +326,8 @@ def _passes(
     for prompt in prompts:
         cuts = [(first, min(first + PASS, prompt)) for first in range(0, prompt, PASS)]
         passes = [batch(first, end, logits=end == prompt) for first, end in cuts]
-        best = min(
-            (_split(runner, backend, passes) for _ in range(1 if options.quick else 3)),
-            key=lambda s: s[0],
-        )
-        rows.append(_row(f"prefill {prompt}", best, best[0], prompt))
+        runs = [_split(runner, backend, passes) for _ in range(1 if options.quick else _PREFILLS)]
+        rows.append(_row(f"prefill {prompt}", runs, prompt))
     reached = prompts[-1]
     for depth in depths:
         while reached < depth:
@@ -339,18 +338,19 @@ def _passes(
             _split(runner, backend, [batch(at, at + 1)])
             for at in range(depth, depth + options.decode)
         ]
-        median = [statistics.median(column) for column in zip(*steps, strict=True)]
-        rows.append(_row(f"decode at {depth}", median, min(step[0] for step in steps), 1))
+        rows.append(_row(f"decode at {depth}", steps, 1))
     backend.close()
     return rows
 
 
-def _row(name: str, parts: Sequence[float], best: float, tokens: int) -> dict[str, Any]:
+def _row(name: str, runs: Sequence[Sequence[float]], tokens: int) -> dict[str, Any]:
+    """Return medians of the parts of repeated passes, and the shortest pass."""
     names = ("ms", "linear_ms", "attention_ms", "other_ms")
+    parts = [statistics.median(column) for column in zip(*runs, strict=True)]
     return {
         "pass": name,
         **dict(zip(names, parts, strict=True)),
-        "best_ms": best,
+        "best_ms": min(run[0] for run in runs),
         "tok_s": 1e3 * tokens / parts[0],
     }
 
