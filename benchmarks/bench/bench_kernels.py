@@ -4,7 +4,7 @@ Decode uses 1 and 8 sequences at several depths, float32 and two head layouts. B
 the same keys and values. Ours reads shuffled blocks of a pool through a block table, torch's one
 contiguous tensor per batch.
 
-`bandwidth` is the share of a plain read of a large buffer with as many threads, median against
+`bandwidth` is the share of a plain read of a large buffer by our team of threads, median against
 median. The read is timed in turn with the contenders. It also gives torch's threads, which spin for
 a while after a call, time to sleep before ours is timed. Prefill computes 2,112 new tokens. The
 results are compared before anything is timed.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
+from benchmarks.bench.plain_read import plain_read
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.processor import default_num_threads
@@ -143,35 +143,22 @@ def decode_layout(case: Case, tables: np.ndarray[Any, np.dtype[np.int32]]) -> Ba
     )
 
 
-def plain_read(num_threads: int) -> Callable[[], None]:
-    """Return a plain read of READ_BYTES, one slice per thread (NumPy's `max` releases the GIL)."""
-    slices = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_threads)
-
-    def read() -> None:
-        threads = [threading.Thread(target=part.max) for part in slices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    return read
-
-
 def main() -> None:
     options = harness.parser(__doc__ or "").parse_args()
     num_threads = default_num_threads()
     torch.set_num_threads(num_threads)
     rounds = 5 if options.quick else 15
-    read = plain_read(num_threads)
+    buffer = np.ones(READ_BYTES // 4, np.float32)
     bandwidths: list[float] = []
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
     for case in cases(options.quick):
         work, backend = contenders(case, num_threads)
         from_memory = case.num_queries == 1 and case.depth >= DEEP
-        seconds = harness.alternate(
-            {**work, "read": read} if from_memory else work, rounds=rounds, warmups=3
-        )
+        if from_memory:
+            team = backend.kernel_access.workspace.team
+            work["read"] = lambda team=team: plain_read(buffer.ctypes.data, READ_BYTES, team)
+        seconds = harness.alternate(work, rounds=rounds, warmups=3)
         backend.close()
         ours, sdpa = (statistics.median(seconds[name]) for name in ("ours", "sdpa"))
         share = None
