@@ -371,8 +371,8 @@ _ISOLATION = (
     fault(
         "compares a prompt with prompts under another salt",
         "server/cache_report/recent_requests.py",
-        "for kept in reversed(earlier) if kept.salt == salt)",
-        "for kept in reversed(earlier))",
+        "            if kept.salt == salt and kept.record.has_started\n",
+        "            if kept.record.has_started\n",
         f"{_RECORDS}::test_the_closest_record_has_the_longest_prefix_of_the_same_tenant_and_salt",
     ),
     Fault(
