@@ -392,4 +392,11 @@ FAULTS = faults(
         "count = 1 + int(rates[1:].argmax())",
         _OF_MODELS,
     ),
+    (
+        "MTP head: fills prompts as if all answers were as long as possible",
+        "engine/spec_decode/model_drafts.py",
+        "self._expected_tokens(sequence) *",
+        "(request.max_tokens - sequence.num_tokens) *",
+        _OF_HEADS,
+    ),
 )

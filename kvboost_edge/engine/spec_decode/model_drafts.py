@@ -64,6 +64,7 @@ _LEAST_FILL = 32  # tokens of a pass that measures the time of filling
 _FILL_RATE = 0.3  # share of a new measurement in that time
 _TRIALS = 3
 _EXPECTED_TOKENS = 64  # tokens that a request generates besides as many as it has generated
+_ANSWER_RATE = 0.1  # share of a new answer in the average length of answers
 # A step drafts from the short vocabulary if at most so many of the recent tokens of each sequence
 # have ids outside it. The tokens that it cannot draft then cost less than its passes save.
 _MOST_RARE = 12
@@ -281,6 +282,7 @@ class ModelDrafts:
         # Counts of all sequences, apart for greedy and sampled ones.
         self._counts = AcceptanceCounts(_MOST), AcceptanceCounts(_MOST)
         self._fill_seconds: float | None = None  # measured time of a token while filling
+        self._answer_tokens: float | None = None  # decaying average length of answers
 
     def draft_of(self, request: Request) -> SequenceDraft:
         """Return the part of the draft model in the drafts of a new sequence."""
@@ -480,8 +482,23 @@ class ModelDrafts:
         rates = StepCosts(1, depth, passes, self.costs).rates(planned)
         if rates.max() <= LEAST_GAIN * rates[0]:
             return False
-        saved = (request.max_tokens - sequence.num_tokens) * (1 / rates[0] - 1 / rates.max())
+        saved = self._expected_tokens(sequence) * (1 / rates[0] - 1 / rates.max())
         return float(saved) > sequence.num_pending * self._fill_seconds_at(depth / 2)
+
+    def _expected_tokens(self, sequence: Sequence) -> float:
+        """Return the number of tokens that a sequence is expected to generate.
+
+        Before any answer, it is the most that the sequence may generate.
+        """
+        most = float(sequence.request.max_tokens - sequence.num_tokens)
+        if self._answer_tokens is None:
+            return most
+        return min(most, max(self._answer_tokens, _EXPECTED_TOKENS))
+
+    def note_answer(self, num_tokens: int) -> None:
+        """Record the length of a finished answer."""
+        before = num_tokens if self._answer_tokens is None else self._answer_tokens
+        self._answer_tokens = before + _ANSWER_RATE * (num_tokens - before)
 
     def keep_states(
         self,

@@ -397,7 +397,13 @@ class Speculation(DraftPlanner):
             self._models.model.close()
 
     def remember(self, sequence: Sequence) -> None:
-        """Add a finished request's uncached prompt tokens and answer to the tenant's history."""
+        """Add a finished request's uncached prompt tokens and answer to the tenant's history.
+
+        A draft model or head also learns the length of the answer.
+        """
+        generated = sequence.num_tokens - sequence.request.num_prompt_tokens
+        if self._models is not None and generated:
+            self._models.note_answer(generated)
         if sequence.drafting.proposes and sequence.uses_cache:
             self.memory.keep(
                 sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]

@@ -9,6 +9,7 @@ from helpers.engine.draft_models import ASSISTANT, MTP, draft_runner, drafting_b
 from helpers.engine.model_kinds import ModelKind
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
+from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
@@ -159,6 +160,32 @@ def test_the_head_fills_prompts_that_are_computed_in_advance(kind, length, budge
     result = bench.ask([*shared, 1, 2], 40, terms=DRAFTS)
     assert result.cached_tokens == length // SIZE * SIZE
     assert_all_accepted(bench)
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_filled"), [([], True), ([150] * 3, True), ([5] * 3, False), ([0] * 3, True)]
+)
+def test_the_head_fills_prompts_if_answers_are_long_enough(kind, answers, is_filled):
+    """The maximum length of an answer says little about its length. A pass takes a second, so
+    filling pays from about 110 tokens on.
+    """
+    terms = {"max_draft_tokens": 4}
+    bench = drafting_bench(kind, MTP)
+    models = models_of(bench)
+    for costs in (bench.scheduler.speculation.costs, *models._costs):
+        PassCosts.observe(costs, 1, 0.0, 0.2 if costs in models._costs else 1.0)
+    models._fill_seconds_at = lambda depth: 0.3
+    for number, length in enumerate(answers):
+        bench.submit(prompt(number, 10), length, terms=terms if length else FILLS)
+        bench.run()
+    before = draft_runner(bench).computed
+    handle = bench.submit(prompt(9, 150), 200, terms=terms)
+    while bench.core._live[handle.index].num_computed_tokens < 150:
+        bench.step()
+    filled = draft_runner(bench).computed - before
+    assert filled >= 128 if is_filled else filled <= 40
+    bench.run()
+    bench.answer(handle)
 
 
 @pytest.mark.parametrize(
