@@ -28,9 +28,10 @@ export function button(label, action, attributes = {}) {
 
 /** Copies `text` and confirms it on the button. Without the clipboard API (plain HTTP) it uses a selection. */
 export async function copy(text, source) {
-  const before = source.textContent;
+  source.dataset.label ??= source.textContent; // which a second click finds changed
   source.textContent = (await copied(text)) ? "Copied" : "Not copied";
-  setTimeout(() => { source.textContent = before; }, 1200);
+  byId("status").textContent = `${source.textContent}.`; // the button's accessible name stays
+  setTimeout(() => { source.textContent = source.dataset.label; }, 1200);
 }
 
 async function copied(text) {
@@ -41,9 +42,12 @@ async function copied(text) {
     const area = element("textarea", { class: "sr", readonly: true });
     area.value = text;
     document.body.append(area);
+    const focused = document.activeElement;
+    area.focus();
     area.select();
     const done = document.execCommand("copy");
     area.remove();
+    focused.focus();
     return done;
   }
 }

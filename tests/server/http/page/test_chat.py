@@ -226,6 +226,25 @@ def test_copy_buttons_copy_the_answer_and_its_code(visit, answering):
     turn.get_by_role("button", name="Copy code").click()
     expect(turn.get_by_role("button", name="Copy code")).to_have_text("Copied")
     assert visit.evaluate("navigator.clipboard.readText()") == "x = 1\ny = 2"
+    visit.shows("#status", "Copied.")
+
+
+@pytest.mark.full
+def test_copying_twice_restores_the_label_and_keeps_the_focus(visit, answering):
+    visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answering(visit, "one")
+    visit.ask("Hello")
+    button = visit.answer().get_by_role("button", name="Copy answer")
+    visit.evaluate("void (Clipboard.prototype.writeText = () => Promise.reject(new Error('no')))")
+    visit.stop_clock()
+    for _ in range(2):
+        button.press("Enter")
+        expect(button).to_have_text("Copied")
+        visit.page.clock.run_for(700)
+    visit.page.clock.run_for(1200)
+    expect(button).to_have_text("Copy")
+    expect(button).to_be_focused()
+    assert visit.evaluate("navigator.clipboard.readText()") == "one"
 
 
 def test_an_api_key_is_requested_kept_in_the_tab_and_sent_in_the_header(visiting, keyed_server):
