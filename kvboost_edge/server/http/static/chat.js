@@ -5,7 +5,7 @@ import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
 import { idOf, keepChat, keptChats, removeChat, titleOf } from "/static/chats.js";
 import { beginStep, Conversation, settle, takeCall, textOf } from "/static/conversation.js";
 import { isDialogOpen, setUpDialog, showDialog } from "/static/dialog.js";
-import { button, byId, copy, element, setText } from "/static/dom.js";
+import { button, byId, copy, element, isComposing, setText } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
 import { plural } from "/static/format.js";
 import { load, save } from "/static/storage.js";
@@ -35,7 +35,7 @@ export class Chat {
       this.#send();
     });
     this.#prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
       event.preventDefault();
       this.#send();
     });
@@ -60,7 +60,7 @@ export class Chat {
     this.open(load("chat"));
     this.#write(load("draft"));
     document.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape" || isDialogOpen()) return;
+      if (event.key !== "Escape" || isComposing(event) || isDialogOpen()) return;
       if (this.#running === null) this.#endEdit();
       else this.stop();
     });

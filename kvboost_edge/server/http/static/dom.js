@@ -14,6 +14,9 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Returns whether a key belongs to an input method. In Safari, the Enter that confirms a composition has only the code. */
+export const isComposing = (event) => event.isComposing || event.keyCode === 229;
+
 /** Sets the text of a node; the same text is left, so that screen readers do not announce it again. */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

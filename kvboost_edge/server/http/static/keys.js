@@ -1,7 +1,7 @@
 /** Keyboard shortcuts of the whole page, and their help. */
 
 import { setUpDialog, showDialog } from "/static/dialog.js";
-import { byId } from "/static/dom.js";
+import { byId, isComposing } from "/static/dom.js";
 
 /** The modifier key of shortcuts on this machine, as people call it. */
 export const MODIFIER = /Mac|iPhone|iPad/.test(navigator.platform) ? "⌘" : "Ctrl";
@@ -18,7 +18,7 @@ export function listenToKeys(palette) {
   const actions = { k: () => palette.toggle(), "/": showShortcuts };
   document.addEventListener("keydown", (event) => {
     const action = actions[event.key.toLowerCase()];
-    if (action === undefined || !(event.ctrlKey || event.metaKey) || event.altKey || event.shiftKey || event.isComposing) return;
+    if (action === undefined || !(event.ctrlKey || event.metaKey) || event.altKey || event.shiftKey || isComposing(event)) return;
     event.preventDefault(); // the browser's own use of these keys
     action();
   });

@@ -1,7 +1,7 @@
 /** The command palette: a field that finds commands, and their list. */
 
 import { setUpDialog, showDialog } from "/static/dialog.js";
-import { byId, element, setText } from "/static/dom.js";
+import { byId, element, isComposing, setText } from "/static/dom.js";
 import { plural } from "/static/format.js";
 
 const STEPS = { ArrowUp: -1, ArrowDown: 1, PageUp: -8, PageDown: 8 };
@@ -59,7 +59,7 @@ export class Palette {
   }
 
   #pressed(event) {
-    if (event.isComposing || this.#shown.length === 0) return;
+    if (isComposing(event) || this.#shown.length === 0) return;
     if (event.key in STEPS) {
       event.preventDefault();
       const step = STEPS[event.key];

@@ -1,6 +1,6 @@
 /** The choice of a preset in the settings, and the field that stores the settings as one. */
 
-import { byId, element, setText } from "/static/dom.js";
+import { byId, element, isComposing, setText } from "/static/dom.js";
 import { BUILT_IN, matching, PRESET_FIELDS, problemOfName, removePreset, storedPresets, storePreset } from "/static/presets.js";
 import { load, save } from "/static/storage.js";
 
@@ -17,7 +17,7 @@ export class PresetChoice {
     byId("delete-preset").addEventListener("click", () => this.#remove());
     byId("preset-name").addEventListener("input", () => this.#complain(""));
     byId("preset-name").addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.isComposing) return;
+      if (event.key !== "Enter" || isComposing(event)) return;
       event.preventDefault();
       this.#store();
     });

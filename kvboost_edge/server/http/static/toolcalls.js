@@ -1,6 +1,6 @@
 /** Tool calls as blocks: name, arguments, and a field for the result. */
 
-import { button, copy, element } from "/static/dom.js";
+import { button, copy, element, isComposing } from "/static/dom.js";
 import { pretty } from "/static/jsontext.js";
 
 /** The calls of one answer. */
@@ -100,7 +100,7 @@ class CallView {
   ask(complete) {
     const area = element("textarea", { rows: "2", placeholder: "What the tool returned", spellcheck: "false", enterkeyhint: "send" });
     area.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      if (event.key !== "Enter" || event.shiftKey || isComposing(event)) return;
       event.preventDefault();
       complete();
     });

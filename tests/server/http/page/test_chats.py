@@ -85,6 +85,24 @@ def test_an_unsent_message_survives_a_reload(stand_in):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("key", ["isComposing: true", "keyCode: 229"])
+def test_keys_of_an_input_method_neither_send_nor_stop(stand_in, key):
+    chat = stand_in()
+    press = (
+        "(name) => document.getElementById('prompt').dispatchEvent(new KeyboardEvent('keydown', "
+        f"{{key: name, {key}, bubbles: true, cancelable: true}}))"
+    )
+    chat.fill("#prompt", "日本")
+    assert chat.evaluate(press, "Enter")  # not prevented
+    assert chat.count(".turn") == 0
+    chat.press("#prompt", "Enter")
+    chat.asked(1)
+    chat.evaluate(press, "Escape")
+    chat.deltas({"content": "はい"})
+    chat.end("stop")
+
+
+@pytest.mark.full
 def test_several_chats_are_stored_and_selected(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
