@@ -121,7 +121,7 @@ def cache_path() -> str | None:
     The folder is the first writable one of these: NUMBA_CACHE_DIR, `__pycache__` next to the
     sources, Numba's folder in the user's cache, `compiled` in the cache directory.
     """
-    from kvboost_edge.kernels.compiler import cache_folder
+    from kvboost_edge.kernels.code_cache import cache_folder
 
     folder = cache_folder()
     return None if folder is None else str(folder)

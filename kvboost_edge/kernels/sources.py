@@ -9,9 +9,9 @@ from pathlib import Path
 
 __all__ = ["compiled_digest", "digest_of", "source_digest"]
 
-# Modules that start the compiler, load its output or check its results. No machine code depends on
-# them, so an edit of them does not make compiled kernels invalid.
-NOT_COMPILED = ("aot.py", "build.py", "library.py", "notices.py", "reference/*")
+# Modules that start the compiler, store or load its output, or check its results. No machine code
+# depends on them, so an edit of them does not make compiled kernels invalid.
+NOT_COMPILED = ("aot.py", "build.py", "code_cache.py", "library.py", "notices.py", "reference/*")
 
 
 @functools.cache

@@ -339,7 +339,7 @@ FAULTS = (
     ),
     fault(
         "keeps no compiled kernels if Numba has no folder for them",
-        "kernels/compiler.py",
+        "kernels/code_cache.py",
         "        _CacheDirectoryLocator,\n",
         "",
         "tests/kernels/test_aot.py::test_kernels_go_to_the_cache_directory_if_numba_has_no_folder",

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvboost_edge.kernels
-from kvboost_edge.kernels import compiler, jit, sources
+from kvboost_edge.kernels import code_cache, jit, sources
 
 
 def kernels():
@@ -91,12 +91,14 @@ def is_left_out(path):
 
 
 def test_the_source_digest_covers_every_module_that_affects_code():
-    """The only imports of uncovered modules are the notice of compilation and the search for a
-    library. All manifest fields that decide on a kernel's variant are part of the key.
+    """The only imports of uncovered modules are the cache of compiled kernels, the notice of
+    compilation and the search for a library. All manifest fields that decide on a kernel's variant
+    are part of the key.
     """
     assert {path.name for path in FOLDER.rglob("*.py") if is_left_out(path)} >= {
         "aot.py",
         "build.py",
+        "code_cache.py",
         "library.py",
         "notices.py",
         "attention.py",
@@ -117,9 +119,10 @@ def test_the_source_digest_covers_every_module_that_affects_code():
                         if is_left_out(found) and found.exists():
                             imported.add(f"{module.removeprefix('kvboost_edge.kernels.')}.{name}")
     assert imported == {
+        "code_cache.cache_folder",
+        "code_cache.cache_of",
         "library.kernel_library",
         "notices.on_first_compilation",
-        "notices.tell_of_compilation",
     }
 
 
@@ -162,7 +165,7 @@ def test_factory_made_kernels_are_loaded_from_the_cache(tmp_path):
 @pytest.fixture
 def files(tmp_path):
     """Opener of the cache files of one function, as separate processes open them."""
-    return lambda: compiler._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
+    return lambda: code_cache._NamedDataFile(str(tmp_path), "function-1.py311", "stamp")
 
 
 def key(signature, digest="sources"):
@@ -223,7 +226,7 @@ def test_the_cache_keeps_all_signatures_and_removes_older_files(files, tmp_path)
 
 def test_kernels_use_this_cache():
     attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"]
-    assert isinstance(attend.dispatcher._cache._cache_file, compiler._NamedDataFile)
+    assert isinstance(attend.dispatcher._cache._cache_file, code_cache._NamedDataFile)
 
 
 def test_the_first_compilation_is_reported_once(tmp_path, monkeypatch):

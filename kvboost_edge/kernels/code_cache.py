@@ -1,0 +1,189 @@
+"""The on-disk cache of compiled kernels: its folders, files and keys.
+
+Only `compiler.py` and `jit.py` import this module, when something must be compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    NullCache,
+    UserWideCacheLocator,
+)
+
+from kvboost_edge.host.atomic_files import alone_in
+from kvboost_edge.host.file_memo import cache_directory, make_private
+from kvboost_edge.kernels import sources
+from kvboost_edge.kernels.library import kernel_library
+from kvboost_edge.kernels.notices import tell_of_compilation
+
+__all__ = ["cache_folder", "cache_of"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
+    """Cache files of machine code, named after the hash of their key."""
+
+    # Numba numbers these files and writes the index before the file that it names. After a crash
+    # between the two writes, or in a race with another process, the index would point to machine
+    # code of another version.
+    def save(self, key: tuple[Any, ...], data: Any) -> None:
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        name = f"{self._index_name.removesuffix('.nbi')}.{digest}.nbc"
+        with alone_in(Path(self._cache_path)):
+            self._save_locked(key, name, data)
+
+    def holds(self, key: tuple[Any, ...]) -> bool:
+        """Return whether the cache has a machine-code file for the key."""
+        name = self._load_index().get(key)
+        return name is not None and Path(self._data_path(name)).exists()
+
+    def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
+        """Write a file of machine code and its index entry; the caller holds the folder's lock."""
+        # Without the lock, two processes that update the index at once would lose an entry and its
+        # file.
+        self._save_data(name, data)
+        kept = {
+            known: file for known, file in self._load_index().items() if known[-1] == key[-1]
+        } | {key: name}
+        self._save_index(kept)
+        for path in Path(self._cache_path).glob(
+            self._data_name_pattern.format(number=0).replace(".0.", ".*.")
+        ):
+            if path.name not in kept.values():
+                path.unlink(missing_ok=True)
+
+
+class _UserWideLocator(UserWideCacheLocator):  # type: ignore[misc]
+    """Numba's folder in the home directory, if there is a home directory."""
+
+    def ensure_cache_path(self) -> None:
+        # Numba would create a folder named "~" in the working directory.
+        if self.get_cache_path().startswith("~"):
+            raise FileNotFoundError("the user has no home directory")
+        super().ensure_cache_path()
+
+
+class _CacheDirectoryLocator(InTreeCacheLocator):  # type: ignore[misc]
+    """A folder in the cache directory, for users that can write to none of Numba's folders."""
+
+    def get_cache_path(self) -> str:
+        below = self.get_suitable_cache_subpath(self._py_file)
+        return str(cache_directory().absolute() / "compiled" / below)
+
+    def ensure_cache_path(self) -> None:
+        path = Path(self.get_cache_path())
+        # The files contain code that this process runs.
+        if not (make_private(path.parent) and make_private(path)):
+            raise PermissionError(f"{path} can be written by other users")
+        tempfile.TemporaryFile(dir=path).close()
+
+
+class _CacheFiles(CompileResultCacheImpl):  # type: ignore[misc]
+    """Numba's files and folders, with a folder in the cache directory as the last choice."""
+
+    _locator_classes = (
+        *(
+            _UserWideLocator if each is UserWideCacheLocator else each
+            for each in CompileResultCacheImpl._locator_classes
+        ),
+        _CacheDirectoryLocator,
+    )
+
+
+class _PackageCache(FunctionCache):  # type: ignore[misc]
+    """Numba's file cache, keyed on the sources of all kernels instead of that of one function.
+
+    Args:
+        function: the Python function to compile.
+        is_named: True for `named_kernel`, whose code is identified by its name and the sources. If
+            False, Numba adds a hash of the closure. That hash differs in every process if the
+            closure holds other kernels.
+
+    Raises:
+        RuntimeError: Numba and the package have no folder that can be written.
+    """
+
+    _impl_class = _CacheFiles
+
+    def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
+        super().__init__(function)
+        self._is_named = is_named
+        locator = self._impl.locator
+        self._cache_file = _NamedDataFile(
+            self._cache_path, self._impl.filename_base, locator.get_source_stamp()
+        )
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        # The variant of the kernels follows the process's kernel library, if it has one.
+        library = kernel_library()
+        form = ""
+        if library is not None:
+            facts = library.manifest
+            form = f"{facts.target} {facts.dot_form} {facts.cpu} {facts.features}"
+        if self._is_named:
+            return sig, codegen.magic_tuple(), form, sources.compiled_digest()
+        return (*super()._index_key(sig, codegen), form, sources.compiled_digest())
+
+    def has(self, sig: Any, codegen: Any) -> bool:
+        return bool(self._cache_file.holds(self._index_key(sig, codegen)))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Load machine code; clear the index if its types are from another package version."""
+        found = None
+        try:
+            found = super().load_overload(sig, target_context)
+        except (AttributeError, ImportError, TypeError):
+            self.flush()
+        if found is None:
+            tell_of_compilation()
+        return found
+
+
+class _NoCache(NullCache):  # type: ignore[misc]
+    """Cache that keeps nothing, for processes that can write to no folder."""
+
+    def has(self, sig: Any, codegen: Any) -> bool:
+        return False
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        tell_of_compilation()
+
+
+def cache_of(function: Callable[..., Any], *, is_named: bool = False) -> _PackageCache | _NoCache:
+    """Return the cache of a function, or one that keeps nothing if no folder can be written."""
+    try:
+        return _PackageCache(function, is_named=is_named)
+    except RuntimeError as error:
+        _warn(cache_directory())
+        _LOG.debug("%s", error)
+        return _NoCache()
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of compiled kernels, or None if no folder can be written."""
+    path = cache_of(sources.digest_of).cache_path
+    return None if path is None else Path(path)
+
+
+@functools.cache
+def _warn(directory: Path) -> None:
+    """Log once that compiled kernels are not kept."""
+    _LOG.warning(
+        "this process compiles its kernels and does not keep them, because neither the package's "
+        "folder nor Numba's nor %s can be written by this user alone. Set KVBOOST_EDGE_CACHE or "
+        "NUMBA_CACHE_DIR to a writable folder",
+        directory,
+    )
