@@ -5,13 +5,15 @@ Only `compiler.py` and `jit.py` import this module, when something must be compi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from numba.core.caching import (
     CompileResultCacheImpl,
@@ -47,8 +49,32 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
     def holds(self, key: tuple[Any, ...]) -> bool:
         """Return whether the cache has a machine-code file for the key."""
+        path = self.path_of(key)
+        return path is not None and path.exists()
+
+    def path_of(self, key: tuple[Any, ...]) -> Path | None:
+        """Return the machine-code file that the index has for the key, or None."""
         name = self._load_index().get(key)
-        return name is not None and Path(self._data_path(name)).exists()
+        return None if name is None else Path(self._data_path(name))
+
+    def _load_index(self) -> dict[tuple[Any, ...], str]:
+        """Return the index; it is empty if its file is missing or cannot be loaded."""
+        # A file of another version can name types that no longer exist. A power failure can leave
+        # a file empty.
+        try:
+            index: dict[tuple[Any, ...], str] = super()._load_index()
+        except Exception as error:
+            _LOG.debug("%s cannot be loaded: %r", self._index_path, error)
+            return {}
+        return index
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[IO[bytes]]:
+        with super()._open_for_write(filepath) as file:
+            yield file
+            # Otherwise a power failure after the renaming could leave a file without its contents.
+            file.flush()
+            os.fsync(file.fileno())
 
     def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
         """Write a file of machine code and its index entry; the caller holds the folder's lock."""
@@ -141,15 +167,22 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         return bool(self._cache_file.holds(self._index_key(sig, codegen)))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load machine code; clear the index if its types are from another package version."""
+        """Load machine code; delete a file that cannot be loaded."""
         found = None
         try:
             found = super().load_overload(sig, target_context)
-        except (AttributeError, ImportError, TypeError):
-            self.flush()
+        except Exception as error:
+            self._drop(sig, target_context, error)
         if found is None:
             tell_of_compilation()
         return found
+
+    def _drop(self, sig: Any, target_context: Any, error: Exception) -> None:
+        path = self._cache_file.path_of(self._index_key(sig, target_context.codegen()))
+        _LOG.warning("%s cannot be loaded, so the kernel is compiled again: %r", path, error)
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 class _NoCache(NullCache):  # type: ignore[misc]
