@@ -4,7 +4,7 @@ Compiling in this process would cost about 200 MB that is never returned to the 
 processes compile instead, and this process loads the machine code from disk.
 
 A child runs `python -m kvboost_edge.kernels.aot`. It reads kernel names, one per line, and prints
-each name once the machine code is on disk.
+each name once the machine code is on disk, or an empty line if it cannot be stored.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def expected_seconds(num_kernels: int) -> float:
 def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
     """Compile the kernels that are not on disk yet, in child processes.
 
-    If no child process can be started, or no folder can be written, this process compiles the
-    kernels and logs a warning.
+    If no child process can be started, or machine code cannot be stored on disk, this process
+    compiles the kernels and logs a warning.
 
     Args:
         entries: kernels to compile, slowest first.
@@ -84,6 +84,7 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
     if not missing:
         return
     tell = _listeners[0] if _listeners else lambda done, total: None
+    left = {entry.name: entry for entry in missing}
     with _children(min(num_processes, len(missing), MOST_CHILDREN)) as children:
         where = (
             f"{len(children)} process(es)"
@@ -95,18 +96,19 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
             "compiling %d kernels for this machine in %s; later runs %s", len(missing), where, later
         )
         tell(0, len(missing))
-        for index, _ in enumerate(
-            compiled_by(children, [entry.name for entry in missing])
-            if children
-            else _compiled_here(missing)
-        ):
-            tell(index + 1, len(missing))
-
-
-def _compiled_here(entries: Sequence[KernelEntry]) -> Iterator[str]:
-    for entry in entries:
+        try:
+            for name in compiled_by(children, list(left)):
+                del left[name]
+                tell(len(missing) - len(left), len(missing))
+        except _NotStoredError as error:
+            _LOG.warning("kernels are compiled in this process: %s", error)
+    for number, entry in enumerate(left.values(), start=len(missing) - len(left) + 1):
         entry.compile()
-        yield entry.name
+        tell(number, len(missing))
+
+
+class _NotStoredError(Exception):
+    """Machine code that a child compiled but could not store on disk."""
 
 
 class Child:
@@ -140,24 +142,31 @@ class Child:
 
         Raises:
             BackendUnavailable: the child exited first.
+            _NotStoredError: the machine code cannot be stored.
         """
         into = self._process.stdin
         assert into is not None
-        with contextlib.suppress(OSError):  # the child has exited, so readline() below returns ""
+        with contextlib.suppress(OSError):  # the child has exited, so answer() below returns None
             into.write(f"{name}\n")
             into.flush()
-        if self.answer() != name:
+        answer = self.answer()
+        if answer == "":
+            raise _NotStoredError(
+                f"a child process cannot store machine code: {self._last_words()}"
+            )
+        if answer != name:
             code = self._process.wait()
             raise BackendUnavailable(
                 f"the process that compiled the kernel {name} exited with {code}: "
                 f"{self._last_words()}; check that {cache_path()} (NUMBA_CACHE_DIR) is writable"
             )
 
-    def answer(self) -> str:
-        """Return the next line that the child prints, "" if it has exited."""
+    def answer(self) -> str | None:
+        """Return the next line that the child prints, None if it has exited."""
         out = self._process.stdout
         assert out is not None
-        return out.readline().strip()
+        line = out.readline()
+        return line.strip() if line else None
 
     def _last_words(self) -> str:
         self._said.seek(0)
@@ -212,7 +221,10 @@ def _environment() -> dict[str, str]:
 
 
 def compiled_by(children: Sequence[Child], names: Sequence[str]) -> Iterator[str]:
-    """Yield names of kernels as children finish them, and raise the first error of a child."""
+    """Yield names of kernels as children finish them, and raise the first error of a child.
+
+    Without children, this yields nothing.
+    """
     left: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
     for name in names:
@@ -231,7 +243,7 @@ def compiled_by(children: Sequence[Child], names: Sequence[str]) -> Iterator[str
 
     for child in children:
         threading.Thread(target=work, args=(child,), name="kvboost-compile", daemon=True).start()
-    for _ in names:
+    for _ in names if children else ():
         result = done.get()
         if isinstance(result, BaseException):
             raise result
@@ -239,11 +251,14 @@ def compiled_by(children: Sequence[Child], names: Sequence[str]) -> Iterator[str
 
 
 def _serve(names: IO[str], answers: IO[str]) -> None:
-    """Compile the kernels named on stdin, one per line, and print each name when it is done."""
+    """Compile the kernels named on stdin, one per line, and print each name when it is done.
+
+    An empty line stands for a kernel that could not be stored on disk.
+    """
     for line in names:
-        name = line.strip()
-        entry_named(name).compile()
-        answers.write(f"{name}\n")
+        entry = entry_named(line.strip())
+        entry.compile()
+        answers.write(f"{entry.name if entry.is_stored else ''}\n")
         answers.flush()
 
 

@@ -110,7 +110,7 @@ def _build(
         for child in children:
             about = json.loads(child.answer() or "{}")
             if not about:
-                child.compile("")  # raises the error of a child that has exited
+                child.compile("?")  # raises the error of a child that has exited
         known = sorted(about["entries"]) if names is None else list(names)
         known.sort(key=lambda name: name.partition(":")[2] not in _SLOWEST)
         if tell is not None:

@@ -177,6 +177,14 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
             tell_of_compilation()
         return found
 
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Store machine code; log a warning if that fails, for example on a full disk."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _LOG.debug("%s cannot be stored: %r", self._name, error)
+            _warn_unsaved(error.strerror or str(error))
+
     def _drop(self, sig: Any, target_context: Any, error: Exception) -> None:
         path = self._cache_file.path_of(self._index_key(sig, target_context.codegen()))
         _LOG.warning("%s cannot be loaded, so the kernel is compiled again: %r", path, error)
@@ -219,4 +227,15 @@ def _warn(directory: Path) -> None:
         "folder nor Numba's nor %s can be written by this user alone. Set KVBOOST_EDGE_CACHE or "
         "NUMBA_CACHE_DIR to a writable folder",
         directory,
+    )
+
+
+@functools.cache
+def _warn_unsaved(problem: str) -> None:
+    """Log once that compiled kernels cannot be stored."""
+    _LOG.warning(
+        "compiled kernels cannot be stored in %s, and the next start compiles them again: %s. Free "
+        "space there, or set NUMBA_CACHE_DIR to another folder",
+        cache_folder(),
+        problem,
     )

@@ -74,12 +74,16 @@ class KernelEntry:
         return function_at(self._library_address, self.name, self.kinds, self.returns)
 
     @property
+    def is_stored(self) -> bool:
+        """True if the machine code is in the kernel library or on disk."""
+        return bool(self._library_address) or is_on_disk(self._kernel, self.arguments)
+
+    @property
     def is_ready(self) -> bool:
         """True if the machine code is in the kernel library, in memory or on disk."""
         if self._library_address:
             return True
-        dispatcher = self._kernel.dispatcher
-        return self.arguments in dispatcher.overloads or is_on_disk(self._kernel, self.arguments)
+        return self.arguments in self._kernel.dispatcher.overloads or self.is_stored
 
     def compile(self) -> None:
         """Compile the kernel, or load its machine code from disk if it exists there."""

@@ -76,6 +76,27 @@ def test_an_interrupted_compilation_is_completed_later(tmp_path):
     assert len(files) == 3
 
 
+# The largest file of machine code has more bytes than this, and the log has fewer.
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not limit the size of files")
+def test_a_full_disk_moves_compilation_to_this_process(tmp_path):
+    command = [sys.executable, "-c", FULL + COMPILE, "2", "-1"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "KVBOOST_EDGE_KERNELS": "none"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    own, told, files = json.loads(done.stdout)
+    assert {"_wait_for", "_look_out", "_copy"} <= set(own)
+    assert told == [[0, 3], [1, 3], [2, 3], [3, 3]]
+    assert files == []
+    [warning] = [line for line in done.stderr.splitlines() if "compiled in this process" in line]
+    assert "cannot store machine code" in warning
+    assert done.stderr.count("Free space there") == 2  # once in a child, once in this process
+
+
 @pytest.fixture
 def missing(monkeypatch):
     """A kernel entry that is reported as not compiled."""
