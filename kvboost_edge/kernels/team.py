@@ -82,6 +82,18 @@ class _Work(NamedTuple):
 
 class _Mailbox:
     """The latest work of a team, shared with its helpers.
+class _Failure(NamedTuple):
+    """An exception in a helper.
+
+    Attributes:
+        serial: number of the call.
+        error: the exception.
+    """
+
+    serial: int
+    error: BaseException
+
+
 
     The mailbox holds no reference to the team, so the team can be garbage-collected.
     """
@@ -90,7 +102,7 @@ class _Mailbox:
         # Number of the latest work, polled by helpers that are awake.
         self.board = np.zeros(1, dtype=np.int64)
         self.work: _Work | None = None
-        self.failure: BaseException | None = None
+        self.failure: _Failure | None = None
         self.closed = False
         self._busy = 0
         self._changed = threading.Condition()
@@ -157,15 +169,17 @@ class KernelTeam:
             units: number of units.
         """
         if self.num_threads > 1 and units > 1:
-            self._serial += 1
             self._wake(
+        self._serial += 1
                 _Work(self._serial, function, job, counters), min(self.num_threads, units) - 1
             )
         try:
             function(job)
             while not _wait_for(counters, done, units, _SPINS):
-                if self._mailbox.failure is not None:
-                    raise self._mailbox.failure
+                failure = self._mailbox.failure
+                if failure is not None and failure.serial == self._serial:
+                    self._mailbox.failure = None
+                    raise failure.error
                 time.sleep(_NAP_S)
         except BaseException:
             self._mailbox.withdraw()
@@ -219,9 +233,8 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
             last = work.serial
             try:
                 work.function(work.job)
-            except BaseException as failure:
-                mailbox.failure = failure
-                return
+            except BaseException as error:
+                mailbox.failure = _Failure(last, error)
             finally:
                 mailbox.end()
             work = None  # a waiting helper must not keep a finished call alive

@@ -77,16 +77,23 @@ def test_one_thread_starts_no_helpers():
     assert helpers() == before
 
 
-def test_all_threads_work_at_the_same_time(team):
+def meet_all(team):
+    """Run a call that ends only if three threads work on it at the same time."""
     barrier = threading.Barrier(3)
+    lock = threading.Lock()
     counters = np.zeros(2, np.int64)
 
     def meet(job):
         barrier.wait(PATIENCE)
-        counters[DONE] += 1
+        with lock:
+            counters[DONE] += 1
 
     team.run(meet, None, counters, DONE, 3)
     assert counters[DONE] == 3
+
+
+def test_all_threads_work_at_the_same_time(team):
+    meet_all(team)
 
 
 def test_close_ends_the_threads():
@@ -117,6 +124,48 @@ def test_an_error_in_a_helper_is_raised_by_run(team):
 
     with pytest.raises(ValueError, match="a unit went wrong"):
         team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
+
+
+def test_helpers_work_on_after_an_error(team):
+    """The error is raised by its call only, and all threads take part in the next call."""
+    caller = threading.current_thread()
+
+    def fail(job):
+        if threading.current_thread() is not caller:
+            raise ValueError("a unit went wrong")
+
+    with pytest.raises(ValueError, match="a unit went wrong"):
+        team.run(fail, None, np.zeros(2, np.int64), DONE, 3)
+    meet_all(team)
+
+
+def test_an_error_after_the_last_unit_is_not_raised_by_the_next_call(team):
+    """A helper fails when all units of its call are done."""
+    caller = threading.current_thread()
+    started, returned = threading.Event(), threading.Event()
+    counters = np.zeros(2, np.int64)
+
+    def fail(job):
+        if threading.current_thread() is caller:
+            assert started.wait(PATIENCE)
+            counters[DONE] = 2
+            return
+        started.set()
+        returned.wait(PATIENCE)
+        raise ValueError("a unit went wrong")
+
+    def leave_to_helper(job):
+        if threading.current_thread() is not caller:
+            others[DONE] = 2
+
+    team.run(fail, None, counters, DONE, 2)
+    returned.set()
+    end = time.monotonic() + PATIENCE
+    while team._mailbox.failure is None and time.monotonic() < end:
+        pass  # the helper has not failed yet
+    others = np.zeros(2, np.int64)
+    team.run(leave_to_helper, None, others, DONE, 2)
+    assert others[DONE] == 2
 
 
 def test_an_error_in_the_caller_is_raised_by_run(team):
