@@ -10,6 +10,7 @@ Waking a sleeping helper costs the caller about 1 us, and the helper starts abou
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, re
 
 __all__ = ["KernelTeam", "team_entries"]
 
+_LOG = logging.getLogger(__name__)
 _SPINS = 20_000  # about 100 us; then the waiting thread yields its core
 _NAP_S = 50e-6
 _LOOKS = 10_000  # about 150 us; then a helper without work sleeps
@@ -80,8 +82,6 @@ class _Work(NamedTuple):
     counters: npt.NDArray[np.int64]
 
 
-class _Mailbox:
-    """The latest work of a team, shared with its helpers.
 class _Failure(NamedTuple):
     """An exception in a helper.
 
@@ -94,6 +94,8 @@ class _Failure(NamedTuple):
     error: BaseException
 
 
+class _Mailbox:
+    """The latest work of a team, shared with its helpers.
 
     The mailbox holds no reference to the team, so the team can be garbage-collected.
     """
@@ -143,6 +145,7 @@ class KernelTeam:
             raise ConfigError(f"num_threads={num_threads} must be at least 1")
         self.num_threads = num_threads
         self._serial = 0
+        self._has_started = False
         self._mailbox = _Mailbox()
         self._signals: list[threading.Lock] = []
         self._threads: list[threading.Thread] = []
@@ -168,9 +171,9 @@ class KernelTeam:
             done: index in `counters` of the number of finished units.
             units: number of units.
         """
+        self._serial += 1
         if self.num_threads > 1 and units > 1:
             self._wake(
-        self._serial += 1
                 _Work(self._serial, function, job, counters), min(self.num_threads, units) - 1
             )
         try:
@@ -192,7 +195,7 @@ class KernelTeam:
 
     def _wake(self, work: _Work, num_helpers: int) -> None:
         """Offer work and wake `num_helpers` helpers; the first call starts the threads."""
-        if not self._threads:
+        if not self._has_started:
             self._start()
         self._mailbox.work = work
         self._mailbox.board[0] += 1
@@ -201,6 +204,7 @@ class KernelTeam:
 
     def _start(self) -> None:
         """Start the helper threads, each with its own lock as a wake-up signal."""
+        self._has_started = True
         for index in range(1, self.num_threads):
             signal = threading.Lock()
             signal.acquire()
@@ -210,9 +214,19 @@ class KernelTeam:
                 name=f"kvboost-kernel-{index}",
                 daemon=True,
             )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _LOG.warning(
+                    "kernels run on %d of %d threads, because the system starts no more (%s); "
+                    "raise its limit, or set num_threads",
+                    index,
+                    self.num_threads,
+                    error,
+                )
+                return
             self._signals.append(signal)
             self._threads.append(thread)
-            thread.start()
 
 
 def _raise_signal(signal: threading.Lock) -> None:

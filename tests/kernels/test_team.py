@@ -168,6 +168,31 @@ def test_an_error_after_the_last_unit_is_not_raised_by_the_next_call(team):
     assert others[DONE] == 2
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_team_works_without_the_threads_that_the_system_refuses(started, monkeypatch, caplog):
+    before = helpers()
+    start = threading.Thread.start
+    count = 0
+
+    def limited(thread):
+        nonlocal count
+        count += 1
+        if count > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    team = KernelTeam(4)
+    for _ in range(2):
+        assert run_units(team, 50) == [1] * 50
+    assert len(helpers()) == len(before) + started
+    assert count == started + 1
+    [warning] = [each for each in caplog.messages if "kernels run on" in each]
+    assert f"{started + 1} of 4" in warning
+    team.close()
+    assert helpers() == before
+
+
 def test_an_error_in_the_caller_is_raised_by_run(team):
     caller = threading.current_thread()
     counters = np.zeros(2, np.int64)
