@@ -214,8 +214,10 @@ class CPUBackend(NumpyBlocks):
 
     def close(self) -> None:
         """End the helper threads and release the pool."""
-        self._workspace.close()
-        super().close()
+        try:
+            self._workspace.close()
+        finally:
+            super().close()
 
 
 def attention_path(*, is_quantized: bool) -> str:

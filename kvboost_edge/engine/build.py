@@ -757,5 +757,8 @@ def _closed_on_error(*parts: Runner | Backend | None) -> Iterator[None]:
     except BaseException:
         for part in parts:
             if part is not None:
-                part.close()
+                try:
+                    part.close()
+                except Exception as error:
+                    _LOG.warning("%s cannot be closed: %r", type(part).__name__, error)
         raise

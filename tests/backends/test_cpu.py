@@ -12,6 +12,7 @@ from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.processor import default_num_threads
+from kvboost_edge.kernels.team import KernelTeam
 
 SPEC = KVSpec((LayerKVSpec(2, 24),), 16, "float32")
 CASE = make_case(
@@ -55,6 +56,16 @@ def test_close_leaves_no_thread():
     before = set(threading.enumerate())
     attend(3, AttentionParams(0.2))
     assert set(threading.enumerate()) == before
+
+
+def test_an_error_of_the_threads_leaves_no_pool_open(monkeypatch):
+    backend = CPUBackend(SPEC, BLOCKS)
+    monkeypatch.setattr(
+        KernelTeam, "close", lambda self: (_ for _ in ()).throw(RuntimeError("no thread"))
+    )
+    with pytest.raises(RuntimeError, match="no thread"):
+        backend.close()
+    assert backend._pools == []
 
 
 def test_plans_are_cached_per_layer_shape():

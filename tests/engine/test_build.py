@@ -72,3 +72,24 @@ def test_a_missing_package_of_the_torch_runner_is_named(method, missing, tmp_pat
         match=f"needs {missing}, which is not installed; it reads {method} weights",
     ):
         CPUPagedEngine.from_pretrained(tmp_path, runner="torch", num_blocks=8)
+
+
+def test_a_part_that_cannot_be_closed_leaves_no_other_part_open(caplog):
+    class Part:
+        is_open = True
+
+        def close(self):
+            self.is_open = False
+
+    class Broken:
+        def close(self):
+            raise RuntimeError("a thread does not end")
+
+    part = Part()
+    with (
+        pytest.raises(CapacityError, match="too large"),
+        build._closed_on_error(Broken(), None, part),
+    ):
+        raise CapacityError("the model is too large")
+    assert not part.is_open
+    assert "Broken cannot be closed: RuntimeError('a thread does not end')" in caplog.text
