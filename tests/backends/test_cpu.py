@@ -3,6 +3,7 @@ kernels' arguments.
 """
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -66,6 +67,15 @@ def test_an_error_of_the_threads_leaves_no_pool_open(monkeypatch):
     with pytest.raises(RuntimeError, match="no thread"):
         backend.close()
     assert backend._pools == []
+
+
+def test_close_frees_the_buffers_of_attention():
+    backend = CPUBackend(SPEC, BLOCKS, num_threads=2)
+    workspace = backend.kernel_access.workspace
+    kept = [weakref.ref(buffer.base) for buffer in (workspace.scratch(9), workspace.partials(3, 5))]
+    assert all(one() is not None for one in kept)
+    backend.close()
+    assert [one() for one in kept] == [None, None]
 
 
 def test_plans_are_cached_per_layer_shape():

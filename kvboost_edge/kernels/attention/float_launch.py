@@ -81,6 +81,9 @@ class AttentionWorkspace:
         return self._partials[: count * num_floats].reshape(count, num_floats)
 
     def close(self) -> None:
+        """Stop the threads and free the buffers."""
+        self._scratch = aligned_empty((0,), np.float32)
+        self._partials = aligned_empty((0,), np.float32)
         self.team.close()
 
 

@@ -667,8 +667,9 @@ class NativeRunner:
         )
 
     def close(self) -> None:
-        """Stop the helper threads, release the backend and unmap the weights."""
+        """Stop the helper threads, release the backend, free the buffers and unmap the weights."""
         self._own_team.close()
+        self._buffers = ProgramBuffers(self._spec)
         self._backend = None
         self._team = self._own_team
         self._whole = None

@@ -1,6 +1,7 @@
 """A pass that runs out of memory at any allocation leaves the buffers of earlier passes intact."""
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -83,3 +84,15 @@ def test_a_pass_after_a_memory_error_is_unchanged(family, tmp_path, monkeypatch)
     assert len(large) == 1, "the last pass must have enough memory"
     assert fails_at > 12
     backend.close()
+
+
+def test_close_frees_the_buffers_of_a_runner_that_is_referenced(tmp_path):
+    save_tiny_model("llama", tmp_path)
+    runner = NativeRunner.from_dir(tmp_path, weights="int8", num_threads=1)
+    backend = CPUBackend(runner.info.kv_spec, 8, num_threads=1)
+    computed(PagedDriver(runner, backend), SMALL)
+    kept = [weakref.ref(array) for array in runner._buffers._arrays.values()]
+    assert len(kept) > 3
+    backend.close()
+    runner.close()
+    assert [one() for one in kept] == [None] * len(kept)
