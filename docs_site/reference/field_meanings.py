@@ -116,8 +116,8 @@ FIELDS = {
     "total_tokens": "Prompt tokens and generated tokens.",
     "type": "Type.",
     "usage": "Token counts.",
-    "Detokenized.prompt": "The same text, under vLLM's name.",
-    "Detokenized.content": "Text.",
+    "DetokenizeResponse.prompt": "The same text, under vLLM's name.",
+    "DetokenizeResponse.content": "Text.",
     "CachedTokens.cached_tokens": "Prompt tokens that came from the cache.",
     "PromptTokensDetails.cached_tokens": "Prompt tokens found as a prefix.",
     # Costs of a request.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from kvboost_edge.server.response_types import ErrorAnswer
+from kvboost_edge.server.response_types import ErrorResponse
 
 __all__ = ["ErrorInfo", "id_headers", "shape_of"]
 
@@ -37,7 +37,7 @@ _ANTHROPIC_KINDS = {
 }
 
 
-def _openai(error: ErrorInfo) -> ErrorAnswer:
+def _openai(error: ErrorInfo) -> ErrorResponse:
     return {
         "error": {
             "message": error.message,

@@ -14,37 +14,39 @@ from typing_extensions import TypedDict
 __all__ = [
     "ERRORS",
     "UNDECLARED_ERRORS",
-    "BatchAnswer",
+    "AnswerCosts",
     "BatchCounts",
     "BatchError",
     "BatchErrors",
     "BatchList",
+    "BatchObject",
     "BlockCounts",
     "Blocks",
+    "CacheResetResponse",
+    "CacheStats",
     "Cause",
-    "ChatAnswer",
-    "ChatChoiceAnswer",
     "ChatLogprobs",
-    "ChatMessageAnswer",
+    "ChatResponse",
+    "ChatResponseChoice",
+    "ChatResponseMessage",
     "ChatToken",
     "ChatTokenAndOthers",
     "ChunkHead",
-    "CompletionAnswer",
-    "CompletionChoiceAnswer",
     "CompletionLogprobs",
+    "CompletionResponse",
+    "CompletionResponseChoice",
+    "CostReport",
     "Costs",
-    "DeletedSession",
-    "Detokenized",
-    "EmbeddingAnswer",
+    "DeleteFileResponse",
+    "DeleteSessionResponse",
+    "DetokenizeResponse",
+    "EmbeddingResponse",
     "EngineStats",
-    "ErrorAnswer",
-    "Explained",
+    "ErrorResponse",
     "Figures",
-    "FileAnswer",
-    "FileDeleted",
     "FileList",
+    "FileObject",
     "FinishReason",
-    "HeldInCache",
     "InputUsage",
     "Labels",
     "Model",
@@ -56,39 +58,37 @@ __all__ = [
     "PoolBytes",
     "PromptCache",
     "PromptCaches",
-    "Ranked",
     "ReplicaPool",
     "ReplicaStats",
-    "RerankAnswer",
-    "Reset",
+    "RerankResponse",
+    "RerankResult",
     "SavedSession",
     "SessionContents",
     "SessionList",
     "SessionView",
-    "Spent",
     "Stats",
     "Throughput",
     "TierView",
     "Timings",
-    "Tokenized",
-    "Unpinned",
+    "TokenizeResponse",
+    "UnpinResponse",
     "Usage",
     "Vector",
-    "Warmed",
+    "WarmResponse",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @with_config(ConfigDict(extra="forbid"))
-class _Answer(TypedDict):
+class _Response(TypedDict):
     """Base class of all response bodies. It allows no undeclared keys."""
 
 
 # Errors.
 
 
-class ErrorDetail(_Answer):
+class ErrorDetail(_Response):
     """Content of an error."""
 
     message: Annotated[str, Field(description="Human-readable description of the error.")]
@@ -97,15 +97,15 @@ class ErrorDetail(_Answer):
     code: Annotated[str, Field(description="Error code that programs can check.")]
 
 
-class ErrorAnswer(_Answer):
+class ErrorResponse(_Response):
     """An error in OpenAI's format."""
 
     error: ErrorDetail
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer},
-    "5XX": {"model": ErrorAnswer},
+    "4XX": {"model": ErrorResponse},
+    "5XX": {"model": ErrorResponse},
 }
 UNDECLARED_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}, "5XX": {}}
 """Errors of other projects' APIs, each in its own format."""
@@ -137,7 +137,7 @@ Cause = Literal[
 """Cause of a cache miss, see `cache_report.diagnosis.CAUSES`."""
 
 
-class PromptCache(_Answer):
+class PromptCache(_Response):
     """Cache-miss report, with the first token that differs from an earlier request."""
 
     request_id: Annotated[
@@ -187,7 +187,7 @@ class PromptCache(_Answer):
     model: Annotated[str, Field(description="Name of the model.")]
 
 
-class PromptCaches(_Answer):
+class PromptCaches(_Response):
     """Cache-miss reports on the latest prompts of an API key, latest first, without texts."""
 
     object: Literal["list"]
@@ -207,7 +207,7 @@ class PromptCaches(_Answer):
 Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
 
 
-class ModelMeta(_Answer):
+class ModelMeta(_Response):
     """Properties of a model."""
 
     architecture: str
@@ -217,7 +217,7 @@ class ModelMeta(_Answer):
     weight_bytes: int
 
 
-class SamplingValues(_Answer):
+class SamplingValues(_Response):
     """Default values of sampling parameters."""
 
     temperature: float
@@ -233,7 +233,7 @@ _APPROXIMATIONS = (
 )
 
 
-class Model(_Answer):
+class Model(_Response):
     """A model under one of its names.
 
     max_model_len, sampling, mode, approximate, approximations and meta are null if the model was
@@ -277,7 +277,7 @@ class Model(_Answer):
     ]
 
 
-class ModelFigures(_Answer):
+class ModelFigures(_Response):
     """Memory and requests of one model."""
 
     id: str
@@ -293,7 +293,7 @@ class ModelFigures(_Answer):
     waits_for: Annotated[str, Field(description='Reason why loading has not finished, or "".')]
 
 
-class ModelsMemory(_Answer):
+class ModelsMemory(_Response):
     """Memory of all models."""
 
     max_bytes: Annotated[int, Field(description="Memory limit of all models.")]
@@ -304,19 +304,19 @@ class ModelsMemory(_Answer):
     data: list[ModelFigures]
 
 
-class ChangesAllowed(_Answer):
+class AllowedChanges(_Response):
     """Permission to change the models with this API key."""
 
     allowed: Annotated[bool, Field(description="True if models may be pulled and deleted.")]
     reason: Annotated[str | None, Field(description="Reason why they may not be changed.")]
 
 
-class ModelList(_Answer):
+class ModelList(_Response):
     """The served models."""
 
     object: Literal["list"]
     data: list[Model]
-    changes: ChangesAllowed
+    changes: AllowedChanges
     memory: Annotated[
         ModelsMemory | None,
         Field(description="Memory of all models, for admins; null for other API keys."),
@@ -326,19 +326,19 @@ class ModelList(_Answer):
 # Figures of a request.
 
 
-class PromptTokensDetails(_Answer):
+class PromptTokensDetails(_Response):
     """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
-class CompletionTokensDetails(_Answer):
+class CompletionTokensDetails(_Response):
     """Details of the generated tokens."""
 
     reasoning_tokens: int
 
 
-class Usage(_Answer):
+class Usage(_Response):
     """Token counts of an answer."""
 
     prompt_tokens: int
@@ -360,7 +360,7 @@ class Usage(_Answer):
     ]
 
 
-class Timings(_Answer):
+class Timings(_Response):
     """llama.cpp's timings of an answer."""
 
     cache_n: Annotated[int, Field(description="Number of prompt tokens found in the cache.")]
@@ -376,7 +376,7 @@ class Timings(_Answer):
     draft_n_accepted: Annotated[int, Field(description="Number of accepted draft tokens.")]
 
 
-class Costs(_Answer):
+class Costs(_Response):
     """Mode, times and cached tokens of a request."""
 
     mode: Annotated[str, Field(description="Cache mode that the request used.")]
@@ -447,7 +447,7 @@ class Costs(_Answer):
     seeds: Annotated[list[int], Field(description="Seed of each sequence.")]
 
 
-class Explained(Costs):
+class CostReport(Costs):
     """Mode, times and cached tokens of a request, with an optional cache-miss report."""
 
     cache: NotRequired[
@@ -458,14 +458,14 @@ class Explained(Costs):
     ]
 
 
-class Spent(_Answer):
+class AnswerCosts(_Response):
     """Times and costs of an answer."""
 
     timings: Timings
-    kvboost: Explained
+    kvboost: CostReport
 
 
-class Figures(Spent):
+class Figures(AnswerCosts):
     """Usage and costs of a completion or chat completion."""
 
     usage: Usage
@@ -474,7 +474,7 @@ class Figures(Spent):
 # Completions and chat completions.
 
 
-class _Head(_Answer):
+class _Head(_Response):
     """First members of a response."""
 
     id: str
@@ -489,7 +489,7 @@ class ChunkHead(_Head):
     object: str
 
 
-class CompletionLogprobs(_Answer):
+class CompletionLogprobs(_Response):
     """Log probabilities of a completion, as parallel lists."""
 
     tokens: list[str]
@@ -498,7 +498,7 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class CompletionChoiceAnswer(_Answer):
+class CompletionResponseChoice(_Response):
     """One choice of a completion."""
 
     index: int
@@ -513,14 +513,14 @@ class CompletionChoiceAnswer(_Answer):
     ]
 
 
-class CompletionAnswer(Figures, _Head):
+class CompletionResponse(Figures, _Head):
     """A completion."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoiceAnswer]
+    choices: list[CompletionResponseChoice]
 
 
-class ChatToken(_Answer):
+class ChatToken(_Response):
     """A token and its log probability."""
 
     token: str
@@ -534,29 +534,29 @@ class ChatTokenAndOthers(ChatToken):
     top_logprobs: list[ChatToken]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(_Response):
     """Log probabilities of a message."""
 
     content: list[ChatTokenAndOthers]
     refusal: None
 
 
-class CalledFunction(_Answer):
+class FunctionCall(_Response):
     """Name and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(_Response):
     """A tool call of the model."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
-class ChatMessageAnswer(_Answer):
+class ChatResponseMessage(_Response):
     """The generated message."""
 
     role: Literal["assistant"]
@@ -571,11 +571,11 @@ class ChatMessageAnswer(_Answer):
     tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="Tool calls, if any.")]]
 
 
-class ChatChoiceAnswer(_Answer):
+class ChatResponseChoice(_Response):
     """One choice of a chat completion."""
 
     index: int
-    message: ChatMessageAnswer
+    message: ChatResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     token_ids: NotRequired[
@@ -586,17 +586,17 @@ class ChatChoiceAnswer(_Answer):
     ]
 
 
-class ChatAnswer(Figures, _Head):
+class ChatResponse(Figures, _Head):
     """A chat completion."""
 
     object: Literal["chat.completion"]
-    choices: list[ChatChoiceAnswer]
+    choices: list[ChatResponseChoice]
 
 
 # Texts and vectors.
 
 
-class Piece(_Answer):
+class Piece(_Response):
     """A token with its text."""
 
     id: int
@@ -606,7 +606,7 @@ class Piece(_Answer):
     ]
 
 
-class Tokenized(_Answer):
+class TokenizeResponse(_Response):
     """Token ids of a text."""
 
     tokens: list[int] | list[Piece]
@@ -620,20 +620,20 @@ class Tokenized(_Answer):
     ]
 
 
-class Detokenized(_Answer):
+class DetokenizeResponse(_Response):
     """Text of token ids."""
 
     content: str
     prompt: str
 
 
-class CachedTokens(_Answer):
+class CachedTokens(_Response):
     """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
-class InputUsage(_Answer):
+class InputUsage(_Response):
     """Token counts of a request without output."""
 
     prompt_tokens: int
@@ -650,7 +650,7 @@ class InputUsage(_Answer):
     ]
 
 
-class Labels(_Answer):
+class Labels(_Response):
     """Labels of approximate results."""
 
     approximate: Annotated[bool, Field(description="True if approximations is not empty.")]
@@ -659,7 +659,7 @@ class Labels(_Answer):
     ]
 
 
-class Vector(_Answer):
+class Vector(_Response):
     """One embedding."""
 
     object: Literal["embedding"]
@@ -673,7 +673,7 @@ class Vector(_Answer):
     ]
 
 
-class EmbeddingAnswer(_Answer):
+class EmbeddingResponse(_Response):
     """Embeddings, in the order of the inputs."""
 
     object: Literal["list"]
@@ -686,7 +686,7 @@ class EmbeddingAnswer(_Answer):
 # The batch API.
 
 
-class FileAnswer(_Answer):
+class FileObject(_Response):
     """A stored file."""
 
     id: str
@@ -699,17 +699,17 @@ class FileAnswer(_Answer):
     status: Annotated[Literal["processed"], Field(description="Always processed.")]
 
 
-class FileList(_Answer):
+class FileList(_Response):
     """A page of the stored files."""
 
     object: Literal["list"]
-    data: list[FileAnswer]
+    data: list[FileObject]
     first_id: Annotated[str | None, Field(description="Id of the first file of the page.")]
     last_id: Annotated[str | None, Field(description="Id of the last file of the page.")]
     has_more: Annotated[bool, Field(description="Whether more files follow.")]
 
 
-class FileDeleted(_Answer):
+class DeleteFileResponse(_Response):
     """A deleted file."""
 
     id: str
@@ -717,7 +717,7 @@ class FileDeleted(_Answer):
     deleted: Annotated[bool, Field(description="Always true.")]
 
 
-class BatchError(_Answer):
+class BatchError(_Response):
     """A reason why a batch failed."""
 
     code: Annotated[str, Field(description="Error code that programs can check.")]
@@ -726,14 +726,14 @@ class BatchError(_Answer):
     param: Annotated[str | None, Field(description="Name of the invalid field.")]
 
 
-class BatchErrors(_Answer):
+class BatchErrors(_Response):
     """Reasons why a batch failed."""
 
     object: Literal["list"]
     data: list[BatchError]
 
 
-class BatchCounts(_Answer):
+class BatchCounts(_Response):
     """Progress of a batch."""
 
     total: Annotated[int, Field(description="Number of lines.")]
@@ -741,7 +741,7 @@ class BatchCounts(_Answer):
     failed: Annotated[int, Field(description="Number of lines that failed.")]
 
 
-class BatchAnswer(_Answer):
+class BatchObject(_Response):
     """A batch. Times are in seconds since the epoch, and null before they occur."""
 
     id: str
@@ -782,40 +782,40 @@ class BatchAnswer(_Answer):
     metadata: Annotated[dict[str, str] | None, Field(description="Labels from the request.")]
 
 
-class BatchList(_Answer):
+class BatchList(_Response):
     """A page of the batches, newest first."""
 
     object: Literal["list"]
-    data: list[BatchAnswer]
+    data: list[BatchObject]
     first_id: Annotated[str | None, Field(description="Id of the first batch of the page.")]
     last_id: Annotated[str | None, Field(description="Id of the last batch of the page.")]
     has_more: Annotated[bool, Field(description="Whether more batches follow.")]
 
 
-class RankedText(_Answer):
+class RerankDocument(_Response):
     """Text of a document."""
 
     text: str
 
 
-class Ranked(_Answer):
+class RerankResult(_Response):
     """A document and its relevance."""
 
     index: Annotated[int, Field(description="Index of the document in the request.")]
     relevance_score: float
     document: NotRequired[
         Annotated[
-            RankedText, Field(description="The document. Present if return_documents is true.")
+            RerankDocument, Field(description="The document. Present if return_documents is true.")
         ]
     ]
 
 
-class RerankAnswer(_Answer):
+class RerankResponse(_Response):
     """Documents in the order of their relevance, best first."""
 
     object: Literal["list"]
     model: str
-    results: list[Ranked]
+    results: list[RerankResult]
     usage: InputUsage
     kvboost: Labels
 
@@ -823,7 +823,7 @@ class RerankAnswer(_Answer):
 # The cache.
 
 
-class Warmed(_Answer):
+class WarmResponse(_Response):
     """Result of warming, which tells how much of a text or of documents is now cached."""
 
     object: Literal["warm"]
@@ -847,7 +847,7 @@ class Warmed(_Answer):
     ]
 
 
-class Unpinned(_Answer):
+class UnpinResponse(_Response):
     """Result of an unpin request."""
 
     object: Literal["unpin"]
@@ -862,7 +862,7 @@ class Unpinned(_Answer):
     ]
 
 
-class SessionView(_Answer):
+class SessionView(_Response):
     """A named session."""
 
     object: Literal["session"]
@@ -902,7 +902,7 @@ class SavedSession(SessionView):
     ]
     usage: Usage
     timings: Timings
-    kvboost: Explained
+    kvboost: CostReport
 
 
 class SessionContents(SessionView):
@@ -916,7 +916,7 @@ class SessionContents(SessionView):
     chat_template_kwargs: dict[str, Any] | None
 
 
-class SessionList(_Answer):
+class SessionList(_Response):
     """Named sessions of an API key."""
 
     object: Literal["list"]
@@ -929,7 +929,7 @@ class SessionList(_Answer):
     max_bytes: Annotated[int, Field(description="Maximum size of the key's sessions.")]
 
 
-class DeletedSession(_Answer):
+class DeleteSessionResponse(_Response):
     """Result of deleting a session."""
 
     object: Literal["session.deleted"]
@@ -938,14 +938,14 @@ class DeletedSession(_Answer):
     blocks_unpinned: Annotated[int, Field(description="Number of blocks that were unpinned.")]
 
 
-class Reset(_Answer):
+class CacheResetResponse(_Response):
     """Result of a cache reset."""
 
     object: Literal["cache.reset"]
     blocks_dropped: Annotated[int, Field(description="Number of dropped blocks.")]
 
 
-class Queue(_Answer):
+class Queue(_Response):
     """Requests in flight."""
 
     running: Annotated[int, Field(description="Number of running requests.")]
@@ -960,7 +960,7 @@ class Queue(_Answer):
     ]
 
 
-class _TierStorage(_Answer):
+class _TierStorage(_Response):
     """Storage of an offload tier."""
 
     blocks: Annotated[
@@ -998,7 +998,7 @@ class TierFigures(_TierStorage):
     errors: Annotated[int, Field(description="Number of failed operations.")]
 
 
-class Throughput(_Answer):
+class Throughput(_Response):
     """Token totals and speeds."""
 
     prompt_tokens_total: int
@@ -1011,7 +1011,7 @@ class Throughput(_Answer):
     ]
 
 
-class HeldInCache(_Answer):
+class CacheStats(_Response):
     """Cache, pool, tiers and memory of one engine, under the keys that the engine uses."""
 
     cache: dict[str, float]
@@ -1020,7 +1020,7 @@ class HeldInCache(_Answer):
     memory: dict[str, int]
 
 
-class ReplicaStats(HeldInCache):
+class ReplicaStats(CacheStats):
     """Statistics of one replica."""
 
     running: int
@@ -1028,7 +1028,7 @@ class ReplicaStats(HeldInCache):
     waiting_tokens: int
 
 
-class EngineStats(HeldInCache):
+class EngineStats(CacheStats):
     """Statistics of one model."""
 
     object: Literal["stats"]
@@ -1052,7 +1052,7 @@ class Stats(EngineStats):
     models: ModelsMemory
 
 
-class BlockCounts(_Answer):
+class BlockCounts(_Response):
     """Numbers of blocks by state, in the order of the numbers in `Blocks.states`."""
 
     free: int
@@ -1062,7 +1062,7 @@ class BlockCounts(_Answer):
     span: Annotated[int, Field(description="Number of blocks in use at another position.")]
 
 
-class Memory(_Answer):
+class Memory(_Response):
     """Memory in bytes."""
 
     weight_bytes: int
@@ -1082,7 +1082,7 @@ class TierView(_TierStorage):
     ]
 
 
-class PoolBytes(_Answer):
+class PoolBytes(_Response):
     """Bytes of the blocks that prompts can match."""
 
     blocks: Annotated[int, Field(description="Number of blocks that prompts can match.")]
@@ -1099,7 +1099,7 @@ class ReplicaPool(PoolBytes):
     hit_rate: float | None
 
 
-class Blocks(_Answer):
+class Blocks(_Response):
     """State of each block of a model's pool, and contents of the tiers.
 
     With several replicas, the blocks of all their pools are listed in the order of `replicas`.

@@ -29,9 +29,9 @@ from kvboost_edge.server.api.turns import template_inputs, turn_of
 from kvboost_edge.server.cache_report.normalization import NormalizedRequest, normalize_request
 from kvboost_edge.server.cache_report.recent_requests import PromptInputs
 from kvboost_edge.server.response_types import (
-    ChatChoiceAnswer,
     ChatLogprobs,
-    ChatMessageAnswer,
+    ChatResponseChoice,
+    ChatResponseMessage,
     FinishReason,
 )
 from kvboost_edge.server.state import ModelState
@@ -381,9 +381,9 @@ class ChatChoice:
         self._ids: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []  # with text offsets
 
-    def whole(self, result: GenerationResult) -> ChatChoiceAnswer:
+    def whole(self, result: GenerationResult) -> ChatResponseChoice:
         self._num_reasoning = result.reasoning_tokens
-        message: ChatMessageAnswer = {
+        message: ChatResponseMessage = {
             "role": "assistant",
             "content": result.output_text,
             "refusal": None,
@@ -393,12 +393,12 @@ class ChatChoice:
             for token_id in result.output_token_ids:
                 self._reader.push(token_id)
             self._reader.close()
-            message = cast("ChatMessageAnswer", self._reader.message.as_sent())
+            message = cast("ChatResponseMessage", self._reader.message.as_sent())
             reason = self._reader.reason(result.finish_reason)
         self._shown = len(result.output_text)
         for token in result.logprobs or ():
             self._add(token)
-        choice: ChatChoiceAnswer = {
+        choice: ChatResponseChoice = {
             "index": self._index,
             "message": message,
             "logprobs": None

@@ -17,8 +17,8 @@ from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.cache_report.recent_requests import PromptField, PromptInputs
 from kvboost_edge.server.response_types import (
-    CompletionChoiceAnswer,
     CompletionLogprobs,
+    CompletionResponseChoice,
     FinishReason,
 )
 from kvboost_edge.server.state import ModelState
@@ -190,7 +190,7 @@ class CompletionChoice:
         self._logprobs: list[TokenLogprobs | None] = []
         self._starts: list[int] = []
 
-    def whole(self, result: GenerationResult) -> CompletionChoiceAnswer:
+    def whole(self, result: GenerationResult) -> CompletionResponseChoice:
         text = (self._echo.text if self._echo else "") + result.output_text
         ids = list(result.output_token_ids)
         tokens = list(result.logprobs or ())
@@ -200,7 +200,7 @@ class CompletionChoice:
             offsets = self._prompt_offsets() + [self._offsets.add(token_id) for token_id in ids]
             offsets = [min(offset, len(text)) for offset in offsets]
             logprobs = completion_logprobs(self._texts, [*shown, *ids], [*known, *tokens], offsets)
-        choice: CompletionChoiceAnswer = {
+        choice: CompletionResponseChoice = {
             "index": self._index,
             "text": text,
             "logprobs": logprobs,

@@ -11,7 +11,13 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.usage import approximations_of
-from kvboost_edge.server.response_types import InputUsage, Labels, Ranked, RerankAnswer, Vector
+from kvboost_edge.server.response_types import (
+    InputUsage,
+    Labels,
+    RerankResponse,
+    RerankResult,
+    Vector,
+)
 from kvboost_edge.server.work.streams import dumps
 
 __all__ = ["embedding_answer", "rerank_answer"]
@@ -51,7 +57,7 @@ def rerank_answer(
     texts: Sequence[str] | None,
     top_n: int,
     results: Sequence[GenerationResult],
-) -> RerankAnswer:
+) -> RerankResponse:
     """Return the `top_n` best documents, best first. Equal scores keep the input order.
 
     Args:
@@ -62,7 +68,9 @@ def rerank_answer(
         results: engine results, from which the usage is computed.
     """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
-    ranked: list[Ranked] = [{"index": index, "relevance_score": scores[index]} for index in order]
+    ranked: list[RerankResult] = [
+        {"index": index, "relevance_score": scores[index]} for index in order
+    ]
     for item in ranked if texts is not None else ():
         item["document"] = {"text": (texts or ())[item["index"]]}
     return {"object": "list", "model": model, "results": ranked, **_counted(results)}

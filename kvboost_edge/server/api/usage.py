@@ -8,7 +8,7 @@ from typing import Any, cast
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.response_types import Cause, Spent, Timings, Usage
+from kvboost_edge.server.response_types import AnswerCosts, Cause, Timings, Usage
 
 __all__ = ["approximate_label", "approximations_of", "costs", "progress_of", "usage_of"]
 
@@ -75,7 +75,7 @@ def costs(
     tokenize_ms: float,
     dropped: int = 0,
     cause: str = "",
-) -> Spent:
+) -> AnswerCosts:
     """Return the `timings` and `kvboost` members of an answer.
 
     - Times are wall-clock milliseconds.

@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import Any, Literal
 
-from kvboost_edge.server.response_types import BatchAnswer, FileAnswer
+from kvboost_edge.server.response_types import BatchObject, FileObject
 
 __all__ = [
     "BATCH_ID",
@@ -64,7 +64,7 @@ class StoredFile:
     created_at: int
     expires_at: int
 
-    def as_answer(self) -> FileAnswer:
+    def as_answer(self) -> FileObject:
         """Return OpenAI's file object."""
         return {
             "id": self.id,
@@ -150,7 +150,7 @@ class Batch:
         """Set an error that concerns no single line."""
         self.errors = [{"code": code, "line": None, "message": message, "param": None}]
 
-    def as_answer(self) -> BatchAnswer:
+    def as_answer(self) -> BatchObject:
         """Return OpenAI's batch object."""
         errors: Any = {"object": "list", "data": self.errors} if self.errors else None
         return {

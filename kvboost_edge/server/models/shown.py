@@ -11,7 +11,7 @@ from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.response_types import (
-    ChangesAllowed,
+    AllowedChanges,
     Model,
     ModelList,
     ModelsMemory,
@@ -34,7 +34,7 @@ def model_list(server: ServerState, tenant: str | None) -> ModelList:
     }
 
 
-def _changes_allowed(server: ServerState, tenant: str | None) -> ChangesAllowed:
+def _changes_allowed(server: ServerState, tenant: str | None) -> AllowedChanges:
     reason = None
     try:
         server.allowed_changes()

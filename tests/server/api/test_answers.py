@@ -12,16 +12,16 @@ from typing_extensions import get_type_hints, is_typeddict
 from kvboost_edge.server import response_types
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.response_types import (
-    BatchAnswer,
     BatchList,
-    ChatChoiceAnswer,
-    CompletionChoiceAnswer,
-    ErrorAnswer,
-    FileAnswer,
-    FileDeleted,
+    BatchObject,
+    ChatResponseChoice,
+    CompletionResponseChoice,
+    DeleteFileResponse,
+    ErrorResponse,
     FileList,
-    RerankAnswer,
-    Tokenized,
+    FileObject,
+    RerankResponse,
+    TokenizeResponse,
 )
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -83,7 +83,7 @@ async def ask(app, path, body):
 
 
 # Types that need another app; test_embeddings.py and batches/test_service.py check them.
-ASKED_ELSEWHERE = {RerankAnswer, BatchAnswer, BatchList, FileAnswer, FileDeleted, FileList}
+ASKED_ELSEWHERE = {RerankResponse, BatchObject, BatchList, FileObject, DeleteFileResponse, FileList}
 
 
 def test_every_declared_response_type_is_tested():
@@ -121,16 +121,16 @@ async def test_answers_match_their_response_types(tiny_app, path, body):
         (
             "/v1/completions",
             {"prompt": "hello", "max_tokens": 1},
-            CompletionChoiceAnswer,
+            CompletionResponseChoice,
             "token_ids",
         ),
         (
             "/v1/chat/completions",
             {"messages": MESSAGES, "max_tokens": 1},
-            ChatChoiceAnswer,
+            ChatResponseChoice,
             "token_ids",
         ),
-        ("/tokenize", {"content": "hello"}, Tokenized, "token_strs"),
+        ("/tokenize", {"content": "hello"}, TokenizeResponse, "token_strs"),
     ],
 )
 async def test_optional_keys_are_absent_unless_requested(tiny_app, path, body, kind, optional):
@@ -144,7 +144,7 @@ async def test_optional_keys_are_absent_unless_requested(tiny_app, path, body, k
 async def test_errors_match_their_response_type(tiny_app, path, status):
     answer = await tiny_app.get(path)
     assert answer.status_code == status
-    TypeAdapter(ErrorAnswer).validate_json(answer.content, strict=True)
+    TypeAdapter(ErrorResponse).validate_json(answer.content, strict=True)
 
 
 async def test_warm_returns_the_engines_result(tiny_app, tiny_engine):

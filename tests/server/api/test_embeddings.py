@@ -21,7 +21,7 @@ from helpers.onnx.writer import write_onnx
 from helpers.server.live_servers import ENGINE_OPTIONS, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.response_types import EmbeddingAnswer, RerankAnswer
+from kvboost_edge.server.response_types import EmbeddingResponse, RerankResponse
 
 HIDDEN = 64
 TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
@@ -89,7 +89,7 @@ def test_every_input_form_and_dimensions_are_answered(server, client):
         answer = client.post(
             "/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}
         ).json()
-        TypeAdapter(EmbeddingAnswer).validate_python(answer, strict=True)
+        TypeAdapter(EmbeddingResponse).validate_python(answer, strict=True)
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
 
 
@@ -273,7 +273,7 @@ def test_a_bidirectional_model_serves_embeddings_only(tmp_path):
     ):
         before = engine.paged_stats()
         answer = client.post("/v1/embeddings", json={"input": TEXTS})
-        TypeAdapter(EmbeddingAnswer).validate_json(answer.content, strict=True)
+        TypeAdapter(EmbeddingResponse).validate_json(answer.content, strict=True)
         rows = np.array([item["embedding"] for item in answer.json()["data"]], np.float32)
         assert (rows == engine.embed(TEXTS)).all()
         assert rows.shape == (len(TEXTS), DENSE[-1])
@@ -325,7 +325,7 @@ def test_documents_are_ranked_by_the_scores_of_the_engine(server, client):
         "return_documents": True,
     }
     answer = client.post("/v1/rerank", json=body).json()
-    TypeAdapter(RerankAnswer).validate_python(answer, strict=True)
+    TypeAdapter(RerankResponse).validate_python(answer, strict=True)
     expected = [
         {"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}}
         for i in order

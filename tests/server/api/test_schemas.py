@@ -178,10 +178,12 @@ async def test_the_openapi_document_describes_every_schema_and_route(tiny_app):
     document = (await tiny_app.get("/openapi.json")).json()
     schemas = document["components"]["schemas"]
     operations = [one for path in document["paths"].values() for one in path.values()]
+    # Each name is a noun, apart from the route's own name "embed".
+    assert [name for name in schemas if name.endswith("ed")] == ["OllamaEmbed"]
     texts = [one.get("description", "") for one in (*schemas.values(), *operations)]
     assert all(one["description"] for one in operations)
     internal = ("ApiError", "Args:", "Attributes:", "Raises:", "Returns:")
     assert [text for text in texts for word in internal if word in text] == []
-    fields = schemas["Explained"]["properties"]  # including those of its base class
+    fields = schemas["CostReport"]["properties"]  # including those of its base class
     assert "recomputed" in fields["recomputed_tokens"]["description"]
     assert "by default" in schemas["CompletionRequest"]["properties"]["max_tokens"]["description"]

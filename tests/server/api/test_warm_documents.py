@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
-from kvboost_edge.server.response_types import Warmed
+from kvboost_edge.server.response_types import WarmResponse
 from kvboost_edge.server.settings import ServerSettings
 
 WARM = "/v1/warm"
@@ -43,7 +43,7 @@ async def app():
 async def warm(app, key="one", **body):
     answer = await app.post(WARM, json=body, headers={"x-api-key": key})
     assert answer.status_code == 200, answer.text
-    TypeAdapter(Warmed).validate_json(answer.content, strict=True)
+    TypeAdapter(WarmResponse).validate_json(answer.content, strict=True)
     return answer.json()
 
 

@@ -15,11 +15,11 @@ from kvboost_edge.server.batches.execution import LineRecords
 from kvboost_edge.server.batches.route_calls import LineCaller
 from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.response_types import (
-    BatchAnswer,
     BatchList,
-    FileAnswer,
-    FileDeleted,
+    BatchObject,
+    DeleteFileResponse,
     FileList,
+    FileObject,
 )
 
 GREEDY = {"max_tokens": 4, "temperature": 0}
@@ -74,13 +74,13 @@ async def test_answers_match_their_response_types(client):
     batch = f"/v1/batches/{created.json()['id']}"
     await client.ended(created.json()["id"])
     answers = [
-        (FileAnswer, file),
-        (BatchAnswer, created),
-        (BatchAnswer, await client.http.get(batch)),
+        (FileObject, file),
+        (BatchObject, created),
+        (BatchObject, await client.http.get(batch)),
         (BatchList, await client.http.get("/v1/batches")),
         (FileList, await client.http.get("/v1/files")),
-        (FileAnswer, await client.http.get(f"/v1/files/{file.json()['id']}")),
-        (FileDeleted, await client.http.delete(f"/v1/files/{file.json()['id']}")),
+        (FileObject, await client.http.get(f"/v1/files/{file.json()['id']}")),
+        (DeleteFileResponse, await client.http.delete(f"/v1/files/{file.json()['id']}")),
     ]
     for kind, answer in answers:
         assert answer.status_code == 200, answer.text

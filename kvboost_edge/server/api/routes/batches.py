@@ -13,7 +13,7 @@ from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.routes.files import lifetime
 from kvboost_edge.server.api.schemas.batches import BatchRequest, window_seconds
 from kvboost_edge.server.models.server import batches_of, space_of
-from kvboost_edge.server.response_types import ERRORS, BatchAnswer, BatchList
+from kvboost_edge.server.response_types import ERRORS, BatchList, BatchObject
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import json_response
 
@@ -24,7 +24,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 BatchId = Annotated[str, Path(min_length=1, max_length=256)]
 
 
-@router.post("/v1/batches", response_class=JSONResponse, responses={200: {"model": BatchAnswer}})
+@router.post("/v1/batches", response_class=JSONResponse, responses={200: {"model": BatchObject}})
 async def create(request: Request, body: BatchRequest) -> Response:
     """Answer all lines of an uploaded file in the background."""
     space = space_of(request)
@@ -58,7 +58,7 @@ async def batches(
 
 
 @router.get(
-    "/v1/batches/{batch_id}", response_class=JSONResponse, responses={200: {"model": BatchAnswer}}
+    "/v1/batches/{batch_id}", response_class=JSONResponse, responses={200: {"model": BatchObject}}
 )
 async def batch(request: Request, batch_id: BatchId) -> Response:
     """Return a batch and its progress."""
@@ -68,7 +68,7 @@ async def batch(request: Request, batch_id: BatchId) -> Response:
 @router.post(
     "/v1/batches/{batch_id}/cancel",
     response_class=JSONResponse,
-    responses={200: {"model": BatchAnswer}},
+    responses={200: {"model": BatchObject}},
 )
 async def cancel(request: Request, batch_id: BatchId) -> Response:
     """Cancel a batch. The answers so far become its output file."""

@@ -43,17 +43,17 @@ from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.response_types import (
     ERRORS,
+    AnswerCosts,
     Blocks,
+    CacheResetResponse,
+    CacheStats,
     EngineStats,
-    HeldInCache,
     PoolBytes,
     ReplicaPool,
-    Reset,
-    Spent,
     Stats,
     TierView,
-    Unpinned,
-    Warmed,
+    UnpinResponse,
+    WarmResponse,
 )
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import (
@@ -76,7 +76,7 @@ _NO_STORE = {"Cache-Control": "no-store"}
 _MOST_DETAILS = 4096
 
 
-@router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
+@router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": WarmResponse}})
 async def warm(request: Request, body: WarmRequest) -> Response:
     """Compute the KV of a text, messages or documents and store it in the cache.
 
@@ -113,7 +113,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
     return respond_when_loaded(request, body.model, work)
 
 
-@router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
+@router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": UnpinResponse}})
 async def unpin(request: Request, body: UnpinRequest) -> Response:
     """Unpin a text or messages that were warmed with `pin`. Their blocks stay cached."""
 
@@ -129,13 +129,15 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
                 return engine.unpin(ids, **whose) if ids else 0
 
             unpinned = await off_loop(end, prefix_size(body))
-        answer: Unpinned = {"object": "unpin", "blocks_unpinned": unpinned}
+        answer: UnpinResponse = {"object": "unpin", "blocks_unpinned": unpinned}
         await send_json(send, dumps(answer))
 
     return respond_when_loaded(request, body.model, work)
 
 
-@router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
+@router.post(
+    "/cache/reset", response_class=JSONResponse, responses={200: {"model": CacheResetResponse}}
+)
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
     """Drop all cached blocks of all loaded models, except blocks in use."""
     models = server_of(request).models
@@ -149,7 +151,7 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
             looks.enter_context(state.looks.begin())
         for state in loaded:
             dropped += await looked_up(state, state.engine.reset_cache)
-    answer: Reset = {"object": "cache.reset", "blocks_dropped": dropped}
+    answer: CacheResetResponse = {"object": "cache.reset", "blocks_dropped": dropped}
     return json_response(answer)
 
 
@@ -175,7 +177,7 @@ async def blocks(request: Request, model: ModelParam = None) -> Response:
     return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
-async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> Warmed:
+async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> WarmResponse:
     """Compute documents, or a text at a position offset, and store their KV.
 
     If the client disconnects, the request holds its place in the queue until the computation has
@@ -236,9 +238,9 @@ def _num_chunks(config: EngineConfig, body: WarmRequest, estimates: Sequence[int
 def _warmed(
     stored: WarmResult,
     results: Sequence[GenerationResult],
-    spent: Spent | None,
+    spent: AnswerCosts | None,
     pinned_tokens: int = 0,
-) -> Warmed:
+) -> WarmResponse:
     return {
         "object": "warm",
         "chunks_stored": stored.chunks_stored,
@@ -318,7 +320,7 @@ def _stats(state: ModelState) -> EngineStats:
     }
 
 
-def _held(engine: StatsProvider) -> HeldInCache:
+def _held(engine: StatsProvider) -> CacheStats:
     """Return the cache statistics of an engine, one replica or all replicas."""
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}

@@ -14,7 +14,7 @@ from kvboost_edge.server.api.embedding_requests import computed, embed_inputs
 from kvboost_edge.server.api.embedding_responses import embedding_answer, rerank_answer
 from kvboost_edge.server.api.prompt_encoding import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
-from kvboost_edge.server.response_types import ERRORS, EmbeddingAnswer, RerankAnswer
+from kvboost_edge.server.response_types import ERRORS, EmbeddingResponse, RerankResponse
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, send_json
@@ -25,7 +25,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 
 @router.post(
-    "/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}}
+    "/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingResponse}}
 )
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """Compute the embedding of each input."""
@@ -49,7 +49,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     return respond_when_loaded(request, body.model, work)
 
 
-@router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankAnswer}})
+@router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankResponse}})
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Rank documents by their relevance to a query, best first."""
 

@@ -14,7 +14,7 @@ from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.multipart import FormReader
 from kvboost_edge.server.batches.tenant_space import Upload
 from kvboost_edge.server.models.server import batches_of, space_of
-from kvboost_edge.server.response_types import ERRORS, FileAnswer, FileDeleted, FileList
+from kvboost_edge.server.response_types import ERRORS, DeleteFileResponse, FileList, FileObject
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import json_response
 
@@ -50,7 +50,7 @@ FileId = Annotated[str, Path(min_length=1, max_length=256)]
 @router.post(
     "/v1/files",
     response_class=JSONResponse,
-    responses={200: {"model": FileAnswer}},
+    responses={200: {"model": FileObject}},
     openapi_extra=_FORM,
 )
 async def upload(request: Request) -> Response:
@@ -96,7 +96,7 @@ async def files(
 
 
 @router.get(
-    "/v1/files/{file_id}", response_class=JSONResponse, responses={200: {"model": FileAnswer}}
+    "/v1/files/{file_id}", response_class=JSONResponse, responses={200: {"model": FileObject}}
 )
 async def file(request: Request, file_id: FileId) -> Response:
     """Return the description of a file."""
@@ -104,13 +104,15 @@ async def file(request: Request, file_id: FileId) -> Response:
 
 
 @router.delete(
-    "/v1/files/{file_id}", response_class=JSONResponse, responses={200: {"model": FileDeleted}}
+    "/v1/files/{file_id}",
+    response_class=JSONResponse,
+    responses={200: {"model": DeleteFileResponse}},
 )
 async def delete(request: Request, file_id: FileId) -> Response:
     """Delete a file. A file that an unfinished batch reads cannot be deleted."""
     space = space_of(request)
     await off_loop(lambda: space.delete_file(file_id))
-    answer: FileDeleted = {"id": file_id, "object": "file", "deleted": True}
+    answer: DeleteFileResponse = {"id": file_id, "object": "file", "deleted": True}
     return json_response(answer)
 
 

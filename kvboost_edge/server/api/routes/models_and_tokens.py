@@ -24,11 +24,11 @@ from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import model_entry, model_list
 from kvboost_edge.server.response_types import (
     ERRORS,
-    Detokenized,
+    DetokenizeResponse,
     Model,
     ModelList,
     Piece,
-    Tokenized,
+    TokenizeResponse,
 )
 from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
@@ -54,7 +54,7 @@ async def model(request: Request, name: str) -> Response:
     return json_response(model_entry(served, server_of(request), name, tenant_of(request)))
 
 
-@router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": Tokenized}})
+@router.post("/tokenize", response_class=JSONResponse, responses={200: {"model": TokenizeResponse}})
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokenize a text, or messages as the prompt of a chat."""
 
@@ -75,7 +75,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     return respond_when_loaded(request, body.model, work)
 
 
-@router.post("/detokenize", response_class=JSONResponse, responses={200: {"model": Detokenized}})
+@router.post(
+    "/detokenize", response_class=JSONResponse, responses={200: {"model": DetokenizeResponse}}
+)
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Convert token ids to text."""
 
@@ -96,11 +98,11 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 def _detokenize(state: ModelState, ids: list[int]) -> bytes:
     text = state.engine.tokenizer.decode(ids, skip_special_tokens=False)
-    answer: Detokenized = {"content": text, "prompt": text}
+    answer: DetokenizeResponse = {"content": text, "prompt": text}
     return dumps_long(answer)
 
 
-def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) -> Tokenized:
+def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) -> TokenizeResponse:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
@@ -128,7 +130,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest, answers: KeptAnswers) ->
     pieces: list[Piece] = (
         [{"id": i, "piece": texts.piece(i)} for i in ids] if body.with_pieces else []
     )
-    answer: Tokenized = {
+    answer: TokenizeResponse = {
         "tokens": pieces if body.with_pieces else ids,
         "count": len(ids),
         "max_model_len": state.usable_context,

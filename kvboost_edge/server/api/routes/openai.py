@@ -16,7 +16,7 @@ from kvboost_edge.server.api.openai_writer import OpenAIWriter
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turns import named_by_field
-from kvboost_edge.server.response_types import ERRORS, ChatAnswer, CompletionAnswer
+from kvboost_edge.server.response_types import ERRORS, ChatResponse, CompletionResponse
 from kvboost_edge.server.state import ModelState
 
 __all__ = ["router"]
@@ -29,7 +29,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 @router.post(
     "/v1/completions",
     response_class=JSONResponse,
-    responses={200: {"model": CompletionAnswer, **_STREAM}},
+    responses={200: {"model": CompletionResponse, **_STREAM}},
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one or more prompts.
@@ -47,7 +47,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
 @router.post(
     "/v1/chat/completions",
     response_class=JSONResponse,
-    responses={200: {"model": ChatAnswer, **_STREAM}},
+    responses={200: {"model": ChatResponse, **_STREAM}},
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Generate the next message of a conversation.

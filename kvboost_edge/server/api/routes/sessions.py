@@ -22,7 +22,7 @@ from kvboost_edge.server.api.session_saving import (
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import (
     ERRORS,
-    DeletedSession,
+    DeleteSessionResponse,
     SavedSession,
     SessionContents,
     SessionList,
@@ -144,12 +144,12 @@ async def restore(request: Request, name: Name, body: RestoreRequest | None = No
 @router.delete(
     "/v1/sessions/{name}",
     response_class=JSONResponse,
-    responses={200: {"model": DeletedSession}},
+    responses={200: {"model": DeleteSessionResponse}},
 )
 async def delete(request: Request, name: Name, cache_salt: Salt = None) -> Response:
     """Delete a session and unpin its blocks. They stay cached until they are evicted."""
     unpinned = await delete_session(request, cache_salt, name)
-    answer: DeletedSession = {
+    answer: DeleteSessionResponse = {
         "object": "session.deleted",
         "name": name,
         "deleted": True,

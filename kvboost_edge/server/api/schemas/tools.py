@@ -14,7 +14,7 @@ from kvboost_edge.text.turns.replay import object_in
 
 __all__ = [
     "NAME_SCHEMA",
-    "Called",
+    "MessageToolCall",
     "ToolCalls",
     "ToolChoice",
     "ToolChoiceField",
@@ -39,7 +39,7 @@ class ToolChoice(NamedTuple):
     names: tuple[str, ...] | None = None
 
 
-class Called(NamedTuple):
+class MessageToolCall(NamedTuple):
     """A tool call in an earlier message.
 
     Attributes:
@@ -171,7 +171,7 @@ def _chosen(value: Any) -> str:
     return _name("tool_choice", function.get("name") if isinstance(function, dict) else None)
 
 
-def _tool_calls(value: Any) -> tuple[Called, ...]:
+def _tool_calls(value: Any) -> tuple[MessageToolCall, ...]:
     if not isinstance(value, list) or len(value) > COUNTS["tool_calls"].high:
         raise field_error(
             "tool_calls", f"must be a list of at most {COUNTS['tool_calls'].high} calls"
@@ -179,7 +179,7 @@ def _tool_calls(value: Any) -> tuple[Called, ...]:
     return tuple(_called(one) for one in value)
 
 
-def _called(value: Any) -> Called:
+def _called(value: Any) -> MessageToolCall:
     function = (
         value.get("function")
         if isinstance(value, dict) and value.get("type", "function") == "function"
@@ -207,7 +207,7 @@ def _called(value: Any) -> Called:
         raise field_error(
             "tool_calls", "a call's arguments contain a lone surrogate, which is not valid Unicode"
         )
-    return Called(call_id, _name("tool_calls", function.get("name")), arguments)
+    return MessageToolCall(call_id, _name("tool_calls", function.get("name")), arguments)
 
 
 def _is_text(value: Any) -> bool:
@@ -276,5 +276,5 @@ def _list_of(name: str, items: dict[str, Any]) -> WithJsonSchema:
 Tools = Annotated[list[dict[str, Any]], PlainValidator(_tools), _list_of("tools", _TOOL)]
 ToolChoiceField = Annotated[ToolChoice, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE)]
 ToolCalls = Annotated[
-    tuple[Called, ...], PlainValidator(_tool_calls), _list_of("tool_calls", _CALL)
+    tuple[MessageToolCall, ...], PlainValidator(_tool_calls), _list_of("tool_calls", _CALL)
 ]

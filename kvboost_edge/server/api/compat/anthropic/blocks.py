@@ -18,7 +18,7 @@ from kvboost_edge.server.api.schemas.unsupported_fields import (
 
 __all__ = [
     "CacheControl",
-    "Marked",
+    "CacheControlFields",
     "Message",
     "RedactedBlock",
     "TextBlock",
@@ -50,13 +50,13 @@ class CacheControl(Strict):
         return _SECONDS[self.ttl or "5m"]
 
 
-class Marked(Strict):
+class CacheControlFields(Strict):
     """Base of objects that may have `cache_control`."""
 
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Marked):
+class TextBlock(CacheControlFields):
     """A text block."""
 
     unsupported = {"citations": _IGNORED}  # noqa: RUF012
@@ -80,7 +80,7 @@ class RedactedBlock(Strict):
     data: BoundedText
 
 
-class ToolUseBlock(Marked):
+class ToolUseBlock(CacheControlFields):
     """A tool call by the model."""
 
     unsupported = {"caller": _IGNORED}  # noqa: RUF012
@@ -135,7 +135,7 @@ Texts = Annotated[
 ]
 
 
-class ToolResultBlock(Marked):
+class ToolResultBlock(CacheControlFields):
     """The result of a tool call."""
 
     unsupported = {"toolset_name": _IGNORED}  # noqa: RUF012

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.anthropic.blocks import (
     CacheControl,
-    Marked,
+    CacheControlFields,
     Message,
     Texts,
     Unsaid,
@@ -26,7 +26,7 @@ from kvboost_edge.server.api.schemas.shared import (
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
 from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
 
-__all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
+__all__ = ["CountTokensRequest", "MessagesPrompt", "MessagesRequest"]
 
 _IGNORED = UnsupportedField("", ignored=True)
 _SERVERS = "features of Anthropic's servers are not supported"
@@ -126,7 +126,7 @@ Stops = Annotated[
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$"), counted("tool_name")]
 
 
-class Tool(Marked):
+class Tool(CacheControlFields):
     """A tool that the client runs.
 
     Tool calls match the schema as described in docs/tools.md, with or without `strict`.
@@ -187,7 +187,7 @@ class MetaData(Strict):
     user_id: Label | None = None
 
 
-class Prompted(Strict):
+class MessagesPrompt(Strict):
     """Fields that make up the prompt."""
 
     unsupported = _UNSUPPORTED
@@ -237,11 +237,11 @@ class Prompted(Strict):
         return (mark for mark in marks if mark is not None)
 
 
-class CountTokensRequest(Prompted):
+class CountTokensRequest(MessagesPrompt):
     """Body of /v1/messages/count_tokens: only the fields that make up the prompt."""
 
 
-class MessagesRequest(Prompted):
+class MessagesRequest(MessagesPrompt):
     """Body of /v1/messages: a conversation to continue."""
 
     max_tokens: Annotated[int, bounded("max_tokens")]

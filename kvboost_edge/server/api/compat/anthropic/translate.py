@@ -15,7 +15,11 @@ from kvboost_edge.server.api.compat.anthropic.blocks import (
     blocks_of,
     texts_of,
 )
-from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest, OneChoice, Prompted
+from kvboost_edge.server.api.compat.anthropic.schemas import (
+    MessagesPrompt,
+    MessagesRequest,
+    OneChoice,
+)
 from kvboost_edge.server.api.compat.translated import chat_request
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 
@@ -40,7 +44,7 @@ class Breakpoint(NamedTuple):
     messages: list[ChatMessage] | None
 
 
-def translated(body: Prompted) -> ChatRequest:
+def translated(body: MessagesPrompt) -> ChatRequest:
     """Return the chat request of a body.
 
     Raises:
@@ -67,7 +71,7 @@ def translated(body: Prompted) -> ChatRequest:
     return chat_request(model=body.model, messages=_messages(system, _turns(body)), **fields)
 
 
-def breakpoints(body: Prompted) -> list[Breakpoint]:
+def breakpoints(body: MessagesPrompt) -> list[Breakpoint]:
     """Return the breakpoints that matter: the last one, and the last one for an hour."""
     # A prefix kept up to a later breakpoint is kept up to the earlier ones too. Templates write
     # tools before or after the system text, so a mark on tools covers both.
@@ -99,7 +103,7 @@ def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
     return [(number, mark) for number, mark in marks if mark is not None]
 
 
-def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
+def _up_to(body: MessagesPrompt, at: int, to: int) -> list[ChatMessage] | None:
     """Return the messages up to block `to` of message `at`; `at` = -1 is the system message.
 
     Returns None for the whole conversation.
@@ -120,14 +124,14 @@ def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
     return [ChatMessage.model_validate(message) for message in messages]
 
 
-def _system_blocks(body: Prompted) -> list[TextBlock]:
+def _system_blocks(body: MessagesPrompt) -> list[TextBlock]:
     system = body.system
     if system is None:
         return []
     return [TextBlock(type="text", text=system)] if isinstance(system, str) else system
 
 
-def _turns(body: Prompted) -> list[tuple[str, list[Any]]]:
+def _turns(body: MessagesPrompt) -> list[tuple[str, list[Any]]]:
     """Return the role and the blocks of each message."""
     return [(message.role, blocks_of(message)) for message in body.messages]
 
@@ -176,7 +180,7 @@ def _add_assistant(messages: list[Json], blocks: Sequence[Any]) -> None:
             )
 
 
-def _tools(body: Prompted) -> Json:
+def _tools(body: MessagesPrompt) -> Json:
     fields: Json = {}
     if body.tools is not None:
         fields["tools"] = [

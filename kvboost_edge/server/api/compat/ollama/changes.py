@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.models.pull.download import PullEvent
-from kvboost_edge.server.api.compat.ollama.schemas import Named
+from kvboost_edge.server.api.compat.ollama.schemas import ModelNameFields
 from kvboost_edge.server.api.compat.ollama.writer import LINES
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyFalse
 from kvboost_edge.server.api.schemas.strict import Strict
@@ -29,7 +29,7 @@ _SUCCESS = {"status": "success"}
 _NO_LOGIN = UnsupportedField("set HF_TOKEN in the environment of the server", ("",))
 
 
-class OllamaPull(Named):
+class OllamaPull(ModelNameFields):
     """Body of /api/pull."""
 
     unsupported = dict.fromkeys(("username", "password"), _NO_LOGIN)
@@ -40,7 +40,7 @@ class OllamaPull(Named):
     )
 
 
-class OllamaDelete(Named):
+class OllamaDelete(ModelNameFields):
     """Body of /api/delete."""
 
 

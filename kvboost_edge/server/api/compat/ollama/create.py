@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from kvboost_edge.models.locate.managed import ManagedModel
 from kvboost_edge.server.api.compat.ollama.modelfile import fields_of
-from kvboost_edge.server.api.compat.ollama.schemas import Named, Options
+from kvboost_edge.server.api.compat.ollama.schemas import ModelNameFields, Options
 from kvboost_edge.server.api.schemas.shared import BoundedText, ModelName
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.unsupported_fields import UnsupportedField
@@ -46,7 +46,7 @@ _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """Names of request fields by Ollama's names, where they differ."""
 
 
-class OllamaCreate(Named):
+class OllamaCreate(ModelNameFields):
     """Body of /api/create: the fields of the new model, or a `modelfile` with them."""
 
     unsupported = _UNSUPPORTED

@@ -23,8 +23,8 @@ from kvboost_edge.server.api.schemas.tools import Tools
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES, UnsupportedField
 
 __all__ = [
+    "ModelNameFields",
     "ModelRequest",
-    "Named",
     "OllamaChat",
     "OllamaGenerate",
     "OllamaMessage",
@@ -254,7 +254,7 @@ _Name = Annotated[
 ]
 
 
-class Named(Strict):
+class ModelNameFields(Strict):
     """A body that names a model, which must be given in one of two fields. "" counts as missing."""
 
     model: _Name = None
@@ -269,7 +269,7 @@ class Named(Strict):
         return found
 
 
-class OllamaShow(Named):
+class OllamaShow(ModelNameFields):
     """Body of /api/show."""
 
     unsupported = dict.fromkeys(("system", "template", "options"), _IGNORED)
