@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "GROUP_TOKENS",
+    "QUERY_BLOCK",
     "Longs",
     "Segment",
     "Segments",
@@ -24,10 +24,10 @@ __all__ = [
     "valid_to",
 ]
 
-GROUP_TOKENS = 16
-"""Query tokens of a sparse prefill that share a selection of blocks.
+QUERY_BLOCK = 16
+"""Number of tokens in a query block of a sparse prefill, which share a selection of key blocks.
 
-They start at a multiple of this number and are computed in one pass.
+A query block starts at a multiple of this number and is computed in one pass.
 """
 Longs = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32] | None

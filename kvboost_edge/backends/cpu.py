@@ -95,7 +95,7 @@ class PreparedBatch:
         if paged.sparse_ranges is not None:
             raise ConfigError(
                 "a pass with sparse ranges cannot be restricted to some rows, because rows of one "
-                "group share a selection"
+                "query block share a selection"
             )
         found = PreparedBatch(layout, self._num_threads)
         if self.quantized is not None:

@@ -1,10 +1,11 @@
-"""Sparse prefill: which prompt tokens attend to selected blocks only.
+"""Sparse prefill: which prompt tokens attend to selected key blocks only.
 
-The queries of the sparse range of a prompt attend to selected blocks (kernels/attention/
-block_selection.py). All other queries attend to all tokens: those before `FIRST_POSITION`, the last
-`DENSE_TAIL` tokens of the prompt or a few more, and all generated tokens.
+The queries of the sparse range of a prompt attend to selected key blocks
+(kernels/attention/block_selection.py). All other queries attend to all tokens: those before
+`FIRST_POSITION`, the last `DENSE_TAIL` tokens of the prompt or a few more, and all generated
+tokens.
 
-A selection depends on a whole group of queries, so a step never cuts a group. Where the range ends
+A selection depends on all queries of a query block, so a step never cuts one. Where the range ends
 depends on the prompt's length. KV of tokens after the range is therefore not shared, see
 `shareable_end`.
 """
@@ -17,7 +18,7 @@ from kvboost_edge import shareable
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Prefill
-from kvboost_edge.segments import GROUP_TOKENS
+from kvboost_edge.segments import QUERY_BLOCK
 
 __all__ = ["SparsePrefill", "prefill_of"]
 
@@ -28,21 +29,21 @@ class SparsePrefill(Prefill):
     def __init__(self, request: Request) -> None:
         self.sparse_range = shareable.FIRST_POSITION, request.num_shareable
 
-    def group_start(self, position: int) -> int:
-        """Return the start of the position's group."""
-        return position // GROUP_TOKENS * GROUP_TOKENS
+    def query_block_start(self, position: int) -> int:
+        """Return the start of the position's query block."""
+        return position // QUERY_BLOCK * QUERY_BLOCK
 
-    def whole_groups(self, start: int, count: int) -> int:
-        """Return the number of tokens to compute so that the last group is complete.
+    def whole_query_blocks(self, start: int, count: int) -> int:
+        """Return the number of tokens to compute so that the last query block is complete.
 
-        Fewer tokens than planned are computed, or more if they would not complete one group.
+        Fewer tokens than planned are computed, or more if they would not complete one query block.
         """
         stop = start + count
         first, end = self.sparse_range
         if not first < stop < end:
             return count
-        stop = stop // GROUP_TOKENS * GROUP_TOKENS
-        return (stop if stop > start else stop + GROUP_TOKENS) - start
+        stop = stop // QUERY_BLOCK * QUERY_BLOCK
+        return (stop if stop > start else stop + QUERY_BLOCK) - start
 
 
 def prefill_of(config: EngineConfig) -> Callable[[Request], Prefill]:

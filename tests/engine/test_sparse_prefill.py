@@ -62,7 +62,7 @@ def test_chunks_batches_and_cached_prefixes_change_no_bit(model, bits):
 
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("start", [591, 592, 600])
-def test_logits_of_cached_prompts_begin_with_whole_groups(model, start, bits):
+def test_logits_of_cached_prompts_begin_with_whole_query_blocks(model, start, bits):
     with engine(model, kv_cache_bits=bits) as one:
         rows = one.logits(TEXT)
         np.testing.assert_array_equal(one.logits(TEXT, start), rows[start:])

@@ -116,14 +116,14 @@ FAULTS = (
         *_SELECTION,
     ),
     fault(
-        "sparse prefill drops strips before the rows",
+        "sparse prefill drops the local key blocks",
         "kernels/attention/block_selection.py",
-        "strip >= num_strips - LOCAL_STRIPS",
-        "strip >= num_strips",
+        "block >= num_blocks - LOCAL_BLOCKS",
+        "block >= num_blocks",
         *_SELECTION,
     ),
     fault(
-        "sparse prefill reads a quantized strip at the start of its block",
+        "sparse prefill selects by the first tokens of a quantized block",
         "kernels/quantized_kv/sparse_code_attend.py",
         "codes = here + 4 * (position % layout.block_size)",
         "codes = here",

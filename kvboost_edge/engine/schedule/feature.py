@@ -205,16 +205,16 @@ class Prefill(Feature):
     """The computation of one sequence's prompt. In the null implementation it is exact.
 
     Attributes:
-        sparse_range: first position and end of the tokens that attend to selected blocks only.
+        sparse_range: first position and end of the tokens that attend to selected key blocks only.
     """
 
     sparse_range: tuple[int, int] = (0, 0)
 
-    def group_start(self, position: int) -> int:
+    def query_block_start(self, position: int) -> int:
         """Return the position at which computation must begin to compute `position`."""
         return position
 
-    def whole_groups(self, start: int, count: int) -> int:
+    def whole_query_blocks(self, start: int, count: int) -> int:
         """Return how many tokens to compute from `start` on if a step has room for `count`."""
         return count
 

@@ -196,7 +196,7 @@ class Scheduler:
         wanted = self._share(members, limit)
         for sequence in members:
             if count := wanted.get(sequence.index, 0):
-                wanted[sequence.index] = sequence.whole_groups(count)
+                wanted[sequence.index] = sequence.whole_query_blocks(count)
         num_scored = 0 if scored is None else wanted.pop(scored.index, 0)
         self._reserve(wanted, plan)
         budget = max(0, self.max_batch_tokens - sum(wanted.values()) - num_scored)

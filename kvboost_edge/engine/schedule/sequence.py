@@ -185,7 +185,7 @@ class Sequence:
         end = self.request.num_shareable + 1
         start = self.logits_from
         if start is not None:
-            end = min(end, self.prefill.group_start(start) + 1)
+            end = min(end, self.prefill.query_block_start(start) + 1)
         return self.token_ids if end >= len(self.token_ids) else self.token_ids[:end]
 
     @property
@@ -217,9 +217,9 @@ class Sequence:
             start = end
         return found
 
-    def whole_groups(self, count: int) -> int:
+    def whole_query_blocks(self, count: int) -> int:
         """Return how many tokens a step computes if it has room for `count`; see `Prefill`."""
-        return self.prefill.whole_groups(self.num_computed_tokens, count)
+        return self.prefill.whole_query_blocks(self.num_computed_tokens, count)
 
     def finish(self) -> None:
         """End the sequence and free its features' resources."""

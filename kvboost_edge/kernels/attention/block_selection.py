@@ -1,12 +1,16 @@
-"""Selection of the strips of 16 tokens that the rows of a sparse prefill attend to.
+"""Selection of the key blocks that the query blocks of a sparse prefill attend to.
 
-The rows of 16 consecutive tokens and all query heads of a KV head share one selection. It follows
+A query block is the rows of 16 consecutive tokens for all query heads of a KV head. A key block is
+16 consecutive tokens, one strip of a tile. Each query block has its own selection, which follows
 XAttention (Xu et al., 2025) with a stride of 16:
 
-1. The score of a strip is the mean of q[i] . k[15 - i] over i, one antidiagonal of the scores.
-2. The softmax over the strips gives each strip a mass, which is summed over the query heads.
-3. The first strips (sinks) and the last ones before the rows are always kept. Of the others, the
-   fewest are kept with which the kept mass reaches 90% of the total.
+1. The antidiagonal score of a key block is the mean of q[i] . k[15 - i] over i.
+2. The softmax over the key blocks gives each a mass, which is summed over the query heads.
+3. The first key blocks (attention sinks) and the last ones before the query block's tile are always
+   kept. Of the others, the fewest are kept with which the kept mass reaches the mass threshold, 90%
+   of the total.
+
+The number of kept key blocks therefore differs by layer, KV head and query block.
 
 Masses are rounded to integers before they are summed and compared, so the selection is exact: it
 depends only on the tokens and their positions. Equal masses are kept in order of position.
@@ -46,11 +50,11 @@ from kvboost_edge.kernels.vectors import (
 )
 
 __all__ = [
-    "KEPT_PERMILLE",
-    "LOCAL_STRIPS",
-    "SINK_STRIPS",
-    "UNITS",
-    "Chosen",
+    "FULL_MASS",
+    "LOCAL_BLOCKS",
+    "MASS_THRESHOLD",
+    "SINK_BLOCKS",
+    "BlockSelection",
     "dense_start",
     "keep_largest",
     "no_selection",
@@ -58,13 +62,13 @@ __all__ = [
     "selector",
 ]
 
-SINK_STRIPS = 4
-"""Strips at the start of the text that are always kept."""
-LOCAL_STRIPS = 16
-"""Strips before the rows' own tile that are always kept."""
-KEPT_PERMILLE = 900
-"""Mass that the kept strips reach, in thousandths of the total."""
-UNITS = 1 << 30
+SINK_BLOCKS = 4
+"""Key blocks at the start of the text that are always kept."""
+LOCAL_BLOCKS = 16
+"""Key blocks before the tile of a query block that are always kept."""
+MASS_THRESHOLD = 900
+"""Mass that the kept key blocks reach, in thousandths of the total."""
+FULL_MASS = 1 << 30
 """Integer mass that corresponds to all of the softmax."""
 _DIGIT = 10  # bits
 _BINS = 1 << _DIGIT
@@ -74,13 +78,13 @@ Value = Any
 Builder = Any
 
 
-class Chosen(NamedTuple):
+class BlockSelection(NamedTuple):
     """The tokens that a unit's rows attend to.
 
     Attributes:
         more: buffers that the unit needs besides those of `Unit`.
-        kept: address of int64 [num_kept], the kept strips in ascending order.
-        num_kept: number of kept strips. 0 if the unit attends to all tokens.
+        kept: address of int64 [num_kept], indices of the kept key blocks in ascending order.
+        num_kept: number of kept key blocks. 0 if the unit attends to all tokens.
         dense_from: first token from which on the rows attend to all tokens; a multiple of 64.
     """
 
@@ -95,23 +99,23 @@ class _Scratch(NamedTuple):
 
     Attributes:
         queries: float32 [heads, dim, 16], in reverse order of tokens; heads are padded to 4.
-        strips: float32 [2, dim, 16], the keys of two strips.
-        zeros: float32 [dim], key zeros of a quantized strip.
+        keys: float32 [2, dim, 16], the keys of two key blocks.
+        zeros: float32 [dim], key zeros of a quantized key block.
         steps: float32 [dim], key steps.
-        scores: float32 [heads, strips], strips padded to 16.
-        masses: float32 [strips].
-        units: int64 [strips], integer masses.
+        scores: float32 [heads, blocks], blocks padded to 16.
+        masses: float32 [blocks].
+        rounded: int64 [blocks], integer masses.
         bins: int64 [1024].
-        kept: int64 [strips].
+        kept: int64 [blocks].
     """
 
     queries: int
-    strips: int
+    keys: int
     zeros: int
     steps: int
     scores: int
     masses: int
-    units: int
+    rounded: int
     bins: int
     kept: int
 
@@ -129,9 +133,9 @@ def selection_floats(heads_per_kv: int, dim: int, num_tokens: int) -> int:
         num_tokens: largest number of tokens before a row.
     """
     heads = _padded(heads_per_kv, ROWS)
-    strips = _padded(-(-num_tokens // LANES), LANES)
-    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + (heads + 1) * strips
-    return floats + 2 * (2 * strips + _BINS) + 9 * LANES
+    blocks = _padded(-(-num_tokens // LANES), LANES)
+    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + (heads + 1) * blocks
+    return floats + 2 * (2 * blocks + _BINS) + 9 * LANES
 
 
 @kernel
@@ -140,65 +144,63 @@ def _after(address: int, num_bytes: int) -> int:
 
 
 @kernel
-def _lay_out(shape: AttentionShape, num_strips: int, scratch: int) -> _Scratch:
+def _lay_out(shape: AttentionShape, num_blocks: int, scratch: int) -> _Scratch:
     heads = (shape.heads_per_kv + ROWS - 1) // ROWS * ROWS
     dim = shape.padded_dim
-    strips = (num_strips + LANES - 1) // LANES * LANES
+    blocks = (num_blocks + LANES - 1) // LANES * LANES
     queries = scratch
     keys = _after(queries, 4 * heads * dim * LANES)
     zeros = _after(keys, 8 * dim * LANES)
     steps = _after(zeros, 4 * dim)
     scores = _after(steps, 4 * dim)
-    masses = _after(scores, 4 * heads * strips)
-    units = _after(masses, 4 * strips)
-    bins = _after(units, 8 * strips)
+    masses = _after(scores, 4 * heads * blocks)
+    rounded = _after(masses, 4 * blocks)
+    bins = _after(rounded, 8 * blocks)
     return _Scratch(
         queries=queries,
-        strips=keys,
+        keys=keys,
         zeros=zeros,
         steps=steps,
         scores=scores,
         masses=masses,
-        units=units,
+        rounded=rounded,
         bins=bins,
         kept=_after(bins, 8 * _BINS),
     )
 
 
 @intrinsic
-def _pair_scores(
-    typing: Any, queries: Any, strips: Any, dim: Any, groups: Any, scores: Any, row_bytes: Any
+def _antidiagonal_scores(
+    typing: Any, queries: Any, keys: Any, dim: Any, fours: Any, scores: Any, row_bytes: Any
 ) -> Any:
-    """Compute the scores of two strips: sums over channels and lanes of query x key.
+    """Compute the scores of two key blocks: sums over channels and lanes of query x key.
 
     Args:
-        queries: address of float32 [groups * 4, dim, 16].
-        strips: address of float32 [2, dim, 16].
+        queries: address of float32 [fours * 4, dim, 16].
+        keys: address of float32 [2, dim, 16].
         dim: number of channels.
-        groups: number of groups of four heads.
-        scores: address of float32 [groups * 4, row_bytes / 4]; two columns are written.
+        fours: number of heads / 4.
+        scores: address of float32 [fours * 4, row_bytes / 4]; two columns are written.
         row_bytes: bytes per row of `scores`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        queries, strips, dim, groups, scores, row_bytes = arguments
+        queries, keys, dim, fours, scores, row_bytes = arguments
         size = b.mul(dim, ir.Constant(I64, _LINE))
         zero = ir.Constant(V16, [0.0] * LANES)
         sums = [cgutils.alloca_once(b, V16) for _ in range(2 * ROWS)]
-        with emit_loop(b, groups) as group:
-            first = b.mul(group, ir.Constant(I64, ROWS))
+        with emit_loop(b, fours) as four:
+            first = b.mul(four, ir.Constant(I64, ROWS))
             for slot in sums:
                 b.store(zero, slot)
             base = b.add(queries, b.mul(first, size))
             with cgutils.for_range(b, dim, intp=I64) as loop:
                 at = b.mul(loop.index, ir.Constant(I64, _LINE))
-                keys = [
-                    emit_load(b, V16, b.add(place, at)) for place in (strips, b.add(strips, size))
-                ]
+                pair = [emit_load(b, V16, b.add(place, at)) for place in (keys, b.add(keys, size))]
                 for row in range(ROWS):
                     place = b.add(b.add(base, at), b.mul(size, ir.Constant(I64, row)))
                     query = emit_load(b, V16, place)
-                    for which, key in enumerate(keys):
+                    for which, key in enumerate(pair):
                         slot = sums[which * ROWS + row]
                         b.store(emit_fma(b, query, key, b.load(slot)), slot)
             for which in range(2):
@@ -214,7 +216,7 @@ def _pair_scores(
     return types.void(*[types.int64] * 6), codegen
 
 
-def _spread(b: Builder, x: Value, combine: Any) -> Value:
+def _reduce_lanes(b: Builder, x: Value, combine: Any) -> Value:
     """Return a vector whose lanes all hold the total of the lanes, in a fixed order."""
     for step in (8, 4, 2, 1):
         x = combine(x, emit_shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
@@ -227,7 +229,7 @@ def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
 
     Args:
         scores: address of float32 [vectors * 16].
-        vectors: number of vectors of 16 strips.
+        vectors: number of vectors of 16 key blocks.
         masses: address of float32 like `scores`, updated.
     """
 
@@ -243,14 +245,14 @@ def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
             b.store(largest(emit_load(b, V16, at), b.load(slot)), slot)
-        top = _spread(b, b.load(slot), largest)
+        top = _reduce_lanes(b, b.load(slot), largest)
         b.store(ir.Constant(V16, [0.0] * LANES), slot)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
             weight = emit_exp2(b, b.fsub(emit_load(b, V16, at), top))
             emit_store(b, weight, at)
             b.store(b.fadd(weight, b.load(slot)), slot)
-        total = _spread(b, b.load(slot), b.fadd)
+        total = _reduce_lanes(b, b.load(slot), b.fadd)
         inverse = b.fdiv(emit_splat(b, ir.Constant(F32, 1.0)), total)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             offset = b.mul(loop.index, ir.Constant(I64, _LINE))
@@ -263,11 +265,11 @@ def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
 
 
 @kernel
-def keep_largest(units: int, count: int, needed: int, bins: int) -> tuple[Any, Any]:
+def keep_largest(masses: int, count: int, needed: int, bins: int) -> tuple[Any, Any]:
     """Find the fewest of the largest integers whose sum is at least `needed`.
 
     Args:
-        units: address of int64 [count], each from 0 to 2^30 - 1.
+        masses: address of int64 [count], each from 0 to 2^30 - 1.
         count: number of integers.
         needed: the sum to reach, at most the sum of all integers.
         bins: address of int64 [1024], scratch.
@@ -283,7 +285,7 @@ def keep_largest(units: int, count: int, needed: int, bins: int) -> tuple[Any, A
         for each in range(_BINS):
             store_i64(bins + 8 * each, 0)
         for index in range(count):
-            number = load_i64(units + 8 * index)
+            number = load_i64(masses + 8 * index)
             if number >> (shift + _DIGIT) == smallest:
                 place = bins + 8 * ((number >> shift) & (_BINS - 1))
                 store_i64(place, load_i64(place) + number)
@@ -299,49 +301,52 @@ def keep_largest(units: int, count: int, needed: int, bins: int) -> tuple[Any, A
 
 
 @kernel
-def _is_fixed(strip: int, num_strips: int) -> Any:
-    """Return whether a strip is always kept."""
-    return strip < SINK_STRIPS or strip >= num_strips - LOCAL_STRIPS
+def _is_always_kept(block: int, num_blocks: int) -> Any:
+    """Return whether a key block is an attention sink or local."""
+    return block < SINK_BLOCKS or block >= num_blocks - LOCAL_BLOCKS
 
 
 @kernel
-def _keep_strips(units: int, num_strips: int, bins: int, kept: int) -> Any:
-    """Write the kept strips to `kept` in ascending order, and return their number."""
+def _keep_blocks(masses: int, num_blocks: int, bins: int, kept: int) -> Any:
+    """Write the kept key blocks to `kept` in ascending order, and return their number.
+
+    The integer masses of those that are always kept are overwritten with 0.
+    """
     total = 0
     needed = 0
-    for strip in range(num_strips):
-        number = load_i64(units + 8 * strip)
-        total += number
-        if _is_fixed(strip, num_strips):
-            needed -= number
-            store_i64(units + 8 * strip, 0)
-    needed += (total * KEPT_PERMILLE + 999) // 1000
-    smallest, equal = keep_largest(units, num_strips, needed, bins)
+    for block in range(num_blocks):
+        mass = load_i64(masses + 8 * block)
+        total += mass
+        if _is_always_kept(block, num_blocks):
+            needed -= mass
+            store_i64(masses + 8 * block, 0)
+    needed += (total * MASS_THRESHOLD + 999) // 1000
+    smallest, equal = keep_largest(masses, num_blocks, needed, bins)
     count = 0
-    for strip in range(num_strips):
-        number = load_i64(units + 8 * strip)
-        keeps = _is_fixed(strip, num_strips) or number > smallest
-        if not keeps and number == smallest and equal > 0:
+    for block in range(num_blocks):
+        mass = load_i64(masses + 8 * block)
+        keeps = _is_always_kept(block, num_blocks) or mass > smallest
+        if not keeps and mass == smallest and equal > 0:
             keeps = True
             equal -= 1
         if keeps:
-            store_i64(kept + 8 * count, strip)
+            store_i64(kept + 8 * count, block)
             count += 1
     return count
 
 
 @kernel
-def _round_masses(masses: int, units: int, num_strips: int, heads: int) -> None:
-    """Round the masses of all strips to integers that sum to about `UNITS`."""
-    scale = np.float32(UNITS) / np.float32(heads)
-    for strip in range(num_strips):
-        mass = load_f32(masses + 4 * strip) * scale
+def _round_masses(masses: int, rounded: int, num_blocks: int, heads: int) -> None:
+    """Round the masses of all key blocks to integers that sum to about `FULL_MASS`."""
+    scale = np.float32(FULL_MASS) / np.float32(heads)
+    for block in range(num_blocks):
+        mass = load_f32(masses + 4 * block) * scale
         number = 0
-        if mass >= np.float32(UNITS):
-            number = UNITS - 1
+        if mass >= np.float32(FULL_MASS):
+            number = FULL_MASS - 1
         elif mass > np.float32(0.0):  # False for NaN
             number = int(mass)
-        store_i64(units + 8 * strip, number)
+        store_i64(rounded + 8 * block, number)
 
 
 @kernel
@@ -364,24 +369,24 @@ def dense_start(ranges: int, shape: AttentionShape, unit: Unit) -> Any:
 
 @kernel
 def no_selection(more: Any) -> Any:
-    """Return the `Chosen` of a unit that attends to all tokens."""
-    return Chosen(more, 0, 0, 0)
+    """Return the `BlockSelection` of a unit that attends to all tokens."""
+    return BlockSelection(more, 0, 0, 0)
 
 
 def selector(name: str, quads: bool, stage: Any) -> Any:
-    """Return the kernel `select(whole, shape, unit, more, start, scratch) -> Chosen`.
+    """Return the kernel `select(whole, shape, unit, more, start, scratch) -> BlockSelection`.
 
-    The kernel selects among the strips before `start`, which is a multiple of 64 and above 0.
+    The kernel selects among the key blocks before `start`, which is a multiple of 64 and above 0.
 
     Args:
         name: the kernel's name.
         quads: whether staged keys are [dim / 4, 16 tokens, 4 channels] instead of [dim, 16 tokens].
-        stage: kernel (whole, unit, position, out, zeros, steps), which writes the keys of a strip
-            as float32 to `out`. `zeros` and `steps` are scratch.
+        stage: kernel (whole, unit, position, out, zeros, steps), which writes the keys of a key
+            block as float32 to `out`. `zeros` and `steps` are scratch.
     """
 
-    @named_kernel(f"{name}_turn")
-    def turn(shape: AttentionShape, unit: Unit, out: int) -> None:
+    @named_kernel(f"{name}_reverse")
+    def reverse_queries(shape: AttentionShape, unit: Unit, out: int) -> None:
         heads = shape.heads_per_kv
         dim = shape.head_dim
         size = shape.padded_dim * LANES
@@ -402,31 +407,31 @@ def selector(name: str, quads: bool, stage: Any) -> Any:
     def select(
         whole: Any, shape: AttentionShape, unit: Unit, more: Any, start: int, scratch: int
     ) -> Any:
-        num_strips = start // LANES
-        parts = _lay_out(shape, num_strips, scratch)
-        vectors = (num_strips + LANES - 1) // LANES
+        num_blocks = start // LANES
+        parts = _lay_out(shape, num_blocks, scratch)
+        vectors = (num_blocks + LANES - 1) // LANES
         row_bytes = _LINE * vectors
-        groups = (shape.heads_per_kv + ROWS - 1) // ROWS
-        turn(shape, unit, parts.queries)
+        fours = (shape.heads_per_kv + ROWS - 1) // ROWS
+        reverse_queries(shape, unit, parts.queries)
         size = 4 * shape.padded_dim * LANES
-        for strip in range(0, num_strips, 2):
-            stage(whole, unit, strip * LANES, parts.strips, parts.zeros, parts.steps)
-            stage(whole, unit, (strip + 1) * LANES, parts.strips + size, parts.zeros, parts.steps)
-            _pair_scores(
+        for block in range(0, num_blocks, 2):
+            stage(whole, unit, block * LANES, parts.keys, parts.zeros, parts.steps)
+            stage(whole, unit, (block + 1) * LANES, parts.keys + size, parts.zeros, parts.steps)
+            _antidiagonal_scores(
                 parts.queries,
-                parts.strips,
+                parts.keys,
                 shape.padded_dim,
-                groups,
-                parts.scores + 4 * strip,
+                fours,
+                parts.scores + 4 * block,
                 row_bytes,
             )
         fill(parts.masses, vectors * LANES, np.float32(0.0))
         for head in range(shape.heads_per_kv):
             scores = parts.scores + row_bytes * head
-            fill(scores + 4 * num_strips, vectors * LANES - num_strips, np.float32(-np.inf))
+            fill(scores + 4 * num_blocks, vectors * LANES - num_blocks, np.float32(-np.inf))
             _add_softmax(scores, vectors, parts.masses)
-        _round_masses(parts.masses, parts.units, num_strips, shape.heads_per_kv)
-        num_kept = _keep_strips(parts.units, num_strips, parts.bins, parts.kept)
-        return Chosen(more, parts.kept, num_kept, start)
+        _round_masses(parts.masses, parts.rounded, num_blocks, shape.heads_per_kv)
+        num_kept = _keep_blocks(parts.rounded, num_blocks, parts.bins, parts.kept)
+        return BlockSelection(more, parts.kept, num_kept, start)
 
     return select

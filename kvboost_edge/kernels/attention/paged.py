@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
-from kvboost_edge.segments import GROUP_TOKENS, Longs, Segment, Segments, valid_to
+from kvboost_edge.segments import QUERY_BLOCK, Longs, Segment, Segments, valid_to
 
 __all__ = [
     "ITEM_COLUMNS",
@@ -224,7 +224,7 @@ def plan_work(
 
     The plan affects only the speed, because partial results end at absolute positions and merge in
     order. A sequence with several segments is always split, each segment into its own partitions.
-    The rows of a sparse range form items of `GROUP_TOKENS` rows, which are not split.
+    Each query block of a sparse range is an item, which is not split.
 
     Args:
         batch: query rows and block tables.
@@ -236,7 +236,7 @@ def plan_work(
 
     Raises:
         ConfigError: `ahead` is combined with segments, or a sparse range is combined with segments
-            or begins or ends inside a group.
+            or begins or ends inside a query block.
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
@@ -249,7 +249,7 @@ def plan_work(
     lengths = tuple(end - first for first, end in pairwise(starts))
     ranges = batch.sparse_ranges if window == 0 else None
     if ranges is not None:
-        tile_rows = max(tile_rows, GROUP_TOKENS)
+        tile_rows = max(tile_rows, QUERY_BLOCK)
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if ranges is not None:
         if batch.segments is not None:
@@ -323,12 +323,12 @@ def _sparse_tiles(
         before = seq_len - length
         first, end = (min(max(at - before, 0), length) for at in ranges[sequence].tolist())
         end = max(first, end)
-        if end > first and ((before + first) % GROUP_TOKENS or (end - first) % GROUP_TOKENS):
+        if end > first and ((before + first) % QUERY_BLOCK or (end - first) % QUERY_BLOCK):
             raise ConfigError(
                 f"positions {before + first} to {before + end} of a sparse range must be computed "
-                f"in groups of {GROUP_TOKENS}; align the chunks of the prompt"
+                f"in query blocks of {QUERY_BLOCK}; align the chunks of the prompt"
             )
-        parts = ((0, first, tile_rows), (first, end, GROUP_TOKENS), (end, length, tile_rows))
+        parts = ((0, first, tile_rows), (first, end, QUERY_BLOCK), (end, length, tile_rows))
         for part, (start, stop, size) in enumerate(parts):
             for row in range(start, stop, size):
                 found.append((sequence, row, min(size, stop - row), part == 1))
@@ -397,7 +397,7 @@ def _plan_items(
     seen = np.minimum(seq_lens[sequence], position + rows + cut.ahead) - position
     walks = _walks(sequence, position, seen, segments, cut.window)
     if is_sparse.any():
-        # The kept strips are attended to with the tile of the first row.
+        # The kept key blocks are attended to with the tile of the first row.
         first = np.where(is_sparse, position // _TILE * _TILE // PARTITION, walks.first_partition)
         walks = walks._replace(first_partition=first)
     totals = counts = walks.end_partition - walks.first_partition

@@ -1,8 +1,8 @@
 """Paged attention of a sparse prefill over float32, float16 and bfloat16 blocks.
 
-Rows of the sparse ranges (`PagedBatch.sparse`) attend to the strips that block_selection.py
-selects, and to all tokens of their own tile. The kept strips take the place of consecutive strips
-in tiles of 64 tokens. All other rows are computed exactly as in float_attend.py.
+Rows of the sparse ranges (`PagedBatch.sparse`) attend to the key blocks that block_selection.py
+selects, and to all tokens of their own tile. The kept key blocks take the place of consecutive
+strips in tiles of 64 tokens. All other rows are computed exactly as in float_attend.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvboost_edge.kernels.attention.block_selection import (
-    Chosen,
+    BlockSelection,
     dense_start,
     no_selection,
     selector,
@@ -64,7 +64,7 @@ def _stage(job: SparseJob, unit: Unit, position: int, out: int, zeros: int, step
     fill(out + 4 * LANES * shape.head_dim, LANES * padding, np.float32(0.0))
 
 
-_select = selector("select_strips", False, _stage)
+_select = selector("select_blocks", False, _stage)
 
 
 @kernel
@@ -98,15 +98,15 @@ def _shown(unit: Unit, num_tokens: int) -> Unit:
 
 
 @kernel
-def _attend_kept(job: Job, unit: Unit, chosen: Chosen, state: int) -> None:
-    """Add the kept strips to the softmax state, four per tile."""
+def _attend_kept(job: Job, unit: Unit, selection: BlockSelection, state: int) -> None:
+    """Add the kept key blocks to the softmax state, four per tile."""
     index = 0
-    while index < chosen.num_kept:
-        count = min(STRIPS, chosen.num_kept - index)
+    while index < selection.num_kept:
+        count = min(STRIPS, selection.num_kept - index)
         for strip in range(STRIPS):
             position = unit.high
             if strip < count:
-                position = load_i64(chosen.kept + 8 * (index + strip)) * LANES
+                position = load_i64(selection.kept + 8 * (index + strip)) * LANES
             place_strip(job, unit, strip, position, False)
         attend_tile(job.shape, _shown(unit, count * LANES), 0, state, False)
         index += STRIPS
@@ -114,17 +114,19 @@ def _attend_kept(job: Job, unit: Unit, chosen: Chosen, state: int) -> None:
 
 @kernel
 def _attend_partition(
-    job: SparseJob, unit: Unit, chosen: Chosen, partition: int, state: int
+    job: SparseJob, unit: Unit, selection: BlockSelection, partition: int, state: int
 ) -> None:
-    """Compute the softmax state of one partition; its first tile may follow the kept strips."""
+    """Compute the softmax state of one partition; its first tile may follow the kept blocks."""
     clear_state(job.plain.shape, unit.num_rows, state)
-    if chosen.num_kept > 0 and partition == chosen.dense_from // PARTITION:
-        _attend_kept(job.plain, unit, chosen, state)
-    attend_tiles(job.plain, unit, partition, max(unit.low, chosen.dense_from), state)
+    if selection.num_kept > 0 and partition == selection.dense_from // PARTITION:
+        _attend_kept(job.plain, unit, selection, state)
+    attend_tiles(job.plain, unit, partition, max(unit.low, selection.dense_from), state)
 
 
 @kernel
-def _add_nothing(job: SparseJob, unit: Unit, chosen: Chosen, merged: int, state: int) -> None:
+def _add_nothing(
+    job: SparseJob, unit: Unit, selection: BlockSelection, merged: int, state: int
+) -> None:
     """Do nothing, because all tokens of a unit are in its partitions."""
 
 

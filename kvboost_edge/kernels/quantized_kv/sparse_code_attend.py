@@ -1,6 +1,6 @@
 """Paged attention of a sparse prefill over quantized blocks; see attention/sparse_attend.py.
 
-Strips are selected by their decoded keys. The kept strips are attended to in integers, like all
+Key blocks are selected by their decoded keys. The kept ones are attended to in integers, like all
 others.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from kvboost_edge.kernels.attention.block_selection import (
-    Chosen,
+    BlockSelection,
     dense_start,
     no_selection,
     selector,
@@ -88,7 +88,7 @@ def _spread_quad(b: Builder, address: Value) -> Value:
 
 
 @intrinsic
-def _decode_strip(
+def _decode_block(
     typing: Any, codes: Any, step: Any, dim: Any, bits: Any, zeros: Any, steps: Any, out: Any
 ) -> Any:
     """Decode the key codes of 16 tokens to float32 [dim / 4, 16 tokens, 4 channels].
@@ -164,10 +164,10 @@ def _stage(
     top = decode_keys(here + layout.key_zeros, here + layout.key_steps, layout.dim, zeros, steps)
     _multiply_row(steps, layout.dim, top)
     codes = here + 4 * (position % layout.block_size)
-    _decode_strip(codes, 4 * layout.block_size, layout.dim, layout.k_bits, zeros, steps, out)
+    _decode_block(codes, 4 * layout.block_size, layout.dim, layout.k_bits, zeros, steps, out)
 
 
-_select = selector("select_coded_strips", True, _stage)
+_select = selector("select_coded_blocks", True, _stage)
 
 
 @kernel
@@ -203,19 +203,19 @@ def _shown(unit: Unit, num_tokens: int) -> Unit:
 
 @kernel
 def _attend_kept(
-    job: CodedJob, unit: Unit, coded: CodedScratch, chosen: Chosen, state: int
+    job: CodedJob, unit: Unit, coded: CodedScratch, selection: BlockSelection, state: int
 ) -> None:
-    """Add the kept strips to the softmax state, four per tile."""
+    """Add the kept key blocks to the softmax state, four per tile."""
     index = 0
-    while index < chosen.num_kept:
-        count = min(STRIPS, chosen.num_kept - index)
+    while index < selection.num_kept:
+        count = min(STRIPS, selection.num_kept - index)
         for strip in range(STRIPS):
             position = unit.high
             if strip < count:
-                position = load_i64(chosen.kept + 8 * (index + strip)) * LANES
+                position = load_i64(selection.kept + 8 * (index + strip)) * LANES
             place_coded(job, unit, coded, strip, position, unit.high)
-            if index + STRIPS + strip < chosen.num_kept:
-                later = load_i64(chosen.kept + 8 * (index + STRIPS + strip)) * LANES
+            if index + STRIPS + strip < selection.num_kept:
+                later = load_i64(selection.kept + 8 * (index + STRIPS + strip)) * LANES
                 prefetch_lines(codes_at(job, unit, later), job.layout.nbytes)
         coded_tile(job, _shown(unit, count * LANES), coded, 0, state)
         index += STRIPS
@@ -223,20 +223,22 @@ def _attend_kept(
 
 @kernel
 def _attend_partition(
-    job: SparseCodedJob, unit: Unit, chosen: Chosen, partition: int, state: int
+    job: SparseCodedJob, unit: Unit, selection: BlockSelection, partition: int, state: int
 ) -> None:
-    """Compute the softmax state of one partition; its first tile may follow the kept strips."""
+    """Compute the softmax state of one partition; its first tile may follow the kept blocks."""
     clear_state(job.coded.plain.shape, unit.num_rows, state)
-    if chosen.num_kept > 0 and partition == chosen.dense_from // PARTITION:
-        _attend_kept(job.coded, unit, chosen.more, chosen, state)
-    start = max(unit.low, chosen.dense_from)
-    attend_coded_tiles(job.coded, unit, chosen.more, partition, start, state)
+    if selection.num_kept > 0 and partition == selection.dense_from // PARTITION:
+        _attend_kept(job.coded, unit, selection.more, selection, state)
+    start = max(unit.low, selection.dense_from)
+    attend_coded_tiles(job.coded, unit, selection.more, partition, start, state)
 
 
 @kernel
-def _add_own(job: SparseCodedJob, unit: Unit, chosen: Chosen, merged: int, state: int) -> None:
+def _add_own(
+    job: SparseCodedJob, unit: Unit, selection: BlockSelection, merged: int, state: int
+) -> None:
     """Merge the softmax state of the own blocks, after the last partition."""
-    add_own(job.coded, unit, chosen.more, merged, state)
+    add_own(job.coded, unit, selection.more, merged, state)
 
 
 attend_sparse_coded_units = unit_loop(

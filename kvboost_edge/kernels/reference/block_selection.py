@@ -1,4 +1,4 @@
-"""Selection of the strips that sparse prefill attends to, in plain NumPy: the oracle."""
+"""Selection of the key blocks that sparse prefill attends to, in plain NumPy: the oracle."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.block_selection import (
-    KEPT_PERMILLE,
-    LOCAL_STRIPS,
-    SINK_STRIPS,
-    UNITS,
+    FULL_MASS,
+    LOCAL_BLOCKS,
+    MASS_THRESHOLD,
+    SINK_BLOCKS,
 )
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.segments import GROUP_TOKENS
+from kvboost_edge.segments import QUERY_BLOCK
 
-__all__ = ["kept_strips", "largest_kept", "strip_masses"]
+__all__ = ["block_masses", "kept_blocks", "largest_kept"]
 
 Doubles = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
 
 
-def strip_masses(queries: Doubles, keys: Doubles) -> Doubles:
-    """Return the mean softmax mass of each strip over the query heads, float64 [num_strips].
+def block_masses(queries: Doubles, keys: Doubles) -> Doubles:
+    """Return the mean softmax mass of each key block over the query heads, float64 [num_blocks].
 
     Args:
         queries: [16 tokens, heads, dim], with the softmax scale applied.
-        keys: [num_strips * 16, dim].
+        keys: [num_blocks * 16, dim].
     """
-    strips = keys.reshape(-1, LANES, keys.shape[1])
-    scores = np.einsum("thd,std->hs", queries[::-1], strips) / GROUP_TOKENS
+    blocks = keys.reshape(-1, LANES, keys.shape[1])
+    scores = np.einsum("thd,std->hs", queries[::-1], blocks) / QUERY_BLOCK
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
     masses: Doubles = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
     return masses
@@ -48,14 +48,14 @@ def largest_kept(numbers: Longs, needed: int) -> npt.NDArray[np.bool_]:
     return kept & (numbers > 0)
 
 
-def kept_strips(masses: Doubles) -> npt.NDArray[np.bool_]:
-    """Mark the strips that the rows of a group attend to.
+def kept_blocks(masses: Doubles) -> npt.NDArray[np.bool_]:
+    """Mark the key blocks that a query block attends to.
 
     Args:
-        masses: result of `strip_masses`.
+        masses: result of `block_masses`.
     """
-    units = np.minimum(masses * UNITS, UNITS - 1).astype(np.int64)
-    index = np.arange(units.size)
-    fixed = (index < SINK_STRIPS) | (index >= units.size - LOCAL_STRIPS)
-    needed = -(-int(units.sum()) * KEPT_PERMILLE // 1000) - int(units[fixed].sum())
-    return fixed | largest_kept(np.where(fixed, 0, units), needed)
+    rounded = np.minimum(masses * FULL_MASS, FULL_MASS - 1).astype(np.int64)
+    index = np.arange(rounded.size)
+    always = (index < SINK_BLOCKS) | (index >= rounded.size - LOCAL_BLOCKS)
+    needed = -(-int(rounded.sum()) * MASS_THRESHOLD // 1000) - int(rounded[always].sum())
+    return always | largest_kept(np.where(always, 0, rounded), needed)

@@ -14,7 +14,7 @@ from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
-from kvboost_edge.segments import GROUP_TOKENS
+from kvboost_edge.segments import QUERY_BLOCK
 
 if TYPE_CHECKING:  # this import loads kernels
     from kvboost_edge.models.checkpoint import Checkpoint
@@ -242,10 +242,10 @@ def sparse_refusal(spec: ModelSpec, config: EngineConfig) -> str:
         return f"it cannot be combined with arithmetic={config.arithmetic!r}"
     if config.block_size not in _SPARSE_BLOCKS:
         return f"block_size={config.block_size} must be one of {_SPARSE_BLOCKS}"
-    if config.max_batch_tokens < GROUP_TOKENS:
+    if config.max_batch_tokens < QUERY_BLOCK:
         return (
-            f"max_batch_tokens={config.max_batch_tokens} must be at least {GROUP_TOKENS}, a group "
-            "of tokens that is computed at once"
+            f"max_batch_tokens={config.max_batch_tokens} must be at least {QUERY_BLOCK}, the "
+            "tokens of a query block, which are computed at once"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""Sparse prefill: which strips are kept, and attention over them, against NumPy."""
+"""Sparse prefill: which key blocks are kept, and attention over them, against NumPy."""
 
 import dataclasses
 
@@ -14,27 +14,27 @@ from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.block_selection import keep_largest
-from kvboost_edge.kernels.reference.block_selection import kept_strips, largest_kept, strip_masses
+from kvboost_edge.kernels.reference.block_selection import block_masses, kept_blocks, largest_kept
 
 PARAMS = AttentionParams(0.125)
-TOTAL = 944  # 59 strips, of which 20 are always kept
+TOTAL = 944  # 59 key blocks, of which 20 are always kept
 
 
 @given(st.lists(st.integers(0, 5) | st.integers(0, 2**30 - 1), min_size=1, max_size=40), st.data())
 def test_the_kernel_keeps_the_fewest_of_the_largest(numbers, data):
-    units = np.array(numbers, np.int64)
-    needed = data.draw(st.integers(-3, int(units.sum())))
+    masses = np.array(numbers, np.int64)
+    needed = data.draw(st.integers(-3, int(masses.sum())))
     bins = np.empty(1024, np.int64)
-    smallest, equal = keep_largest(units.ctypes.data, units.size, needed, bins.ctypes.data)
-    same = np.flatnonzero(units == smallest)[:equal]
+    smallest, equal = keep_largest(masses.ctypes.data, masses.size, needed, bins.ctypes.data)
+    same = np.flatnonzero(masses == smallest)[:equal]
     np.testing.assert_array_equal(
-        np.union1d(np.flatnonzero(units > smallest), same),
-        np.flatnonzero(largest_kept(units, needed)),
+        np.union1d(np.flatnonzero(masses > smallest), same),
+        np.flatnonzero(largest_kept(masses, needed)),
     )
 
 
 def a_case(dim=64, size=16, per_group=3):
-    """Return two sequences whose queries are large enough to prefer few strips.
+    """Return two sequences whose queries are large enough to prefer few key blocks.
 
     All scores are far below 0, the score of zeros: padding that is attended to changes the output.
     """
@@ -72,7 +72,7 @@ def attend(case, passes, ranges, *, bits=(16, 16), dtype="float32", threads=1, p
 
 
 def expected(case, first, end, bits, dtype):
-    """Compute the first sequence's rows of the range in float64, and the share of kept strips."""
+    """Compute the first sequence's rows of the range in float64, and the share of kept key blocks."""
     exact = [x[0].astype(dtype).astype(np.float64) for x in (case.keys, case.values)]
     coded = (
         exact if bits == (16, 16) else decoded(case.keys[0], case.values[0], case.block_size, bits)
@@ -85,7 +85,7 @@ def expected(case, first, end, bits, dtype):
         one = queries[group : group + 16].reshape(16, heads, -1, queries.shape[2])
         out = np.empty_like(one)
         for head in range(heads):
-            kept = kept_strips(strip_masses(one[:, head], coded[0][:start, head]))
+            kept = kept_blocks(block_masses(one[:, head], coded[0][:start, head]))
             shares.append(kept.mean())
             for row in range(16):
                 own = (group + row) // case.block_size * case.block_size
@@ -111,7 +111,7 @@ def expected(case, first, end, bits, dtype):
     ],
     ids=str,
 )
-def test_rows_of_a_range_attend_to_the_kept_strips(bits, dtype, dim, size, per_group):
+def test_rows_of_a_range_attend_to_the_kept_blocks(bits, dtype, dim, size, per_group):
     case = a_case(dim, size, per_group)
     first, end = 800, 928
     passes = [[(0, 0, first), (1, 0, 90)], [(0, first, TOTAL)]]
@@ -158,8 +158,8 @@ def test_layers_with_a_window_ignore_sparse_ranges():
 
 
 @pytest.mark.parametrize("ranges", [(650, 912), (656, 900)])
-def test_a_range_that_cuts_a_group_is_refused(ranges):
-    with pytest.raises(ConfigError, match="in groups of 16"):
+def test_a_range_that_cuts_a_query_block_is_refused(ranges):
+    with pytest.raises(ConfigError, match="in query blocks of 16"):
         attend(a_case(), [[(0, 0, TOTAL)]], (ranges, (0, 0)))
 
 
