@@ -111,8 +111,8 @@ FAULTS = (
     fault(
         "sparse prefill shows the padding of the last kept tile",
         "kernels/attention/sparse_attend.py",
-        "_shown(unit, count * LANES)",
-        "_shown(unit, STRIPS * LANES)",
+        "kept_unit(unit, count)",
+        "kept_unit(unit, STRIPS)",
         *_SELECTION,
     ),
     fault(

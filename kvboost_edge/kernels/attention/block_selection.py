@@ -57,6 +57,8 @@ __all__ = [
     "BlockSelection",
     "dense_start",
     "keep_largest",
+    "kept_position",
+    "kept_unit",
     "no_selection",
     "selection_floats",
     "selector",
@@ -371,6 +373,38 @@ def dense_start(ranges: int, shape: AttentionShape, unit: Unit) -> Any:
 def no_selection(more: Any) -> Any:
     """Return the `BlockSelection` of a unit that attends to all tokens."""
     return BlockSelection(more, 0, 0, 0)
+
+
+@kernel
+def kept_position(selection: BlockSelection, index: int, unit: Unit) -> Any:
+    """Return the position of the kept key block with this index, or `unit.high` after the last."""
+    if index < selection.num_kept:
+        return load_i64(selection.kept + 8 * index) * LANES
+    return unit.high
+
+
+@kernel
+def kept_unit(unit: Unit, count: int) -> Unit:
+    """Return a unit for a tile of kept key blocks, whose rows all see the first `count` strips.
+
+    The tile is at position 0, and nothing after it is prefetched.
+    """
+    return Unit(
+        sequence=unit.sequence,
+        first_index=unit.first_index,
+        shift=unit.shift,
+        whole=count * LANES,
+        head=unit.head,
+        num_rows=unit.num_rows,
+        first_position=unit.first_position,
+        low=0,
+        high=count * LANES,
+        query=unit.query,
+        scores=unit.scores,
+        rescale=unit.rescale,
+        stage=unit.stage,
+        table=unit.table,
+    )
 
 
 def selector(name: str, quads: bool, stage: Any) -> Any:

@@ -14,6 +14,8 @@ import numpy as np
 from kvboost_edge.kernels.attention.block_selection import (
     BlockSelection,
     dense_start,
+    kept_position,
+    kept_unit,
     no_selection,
     selector,
 )
@@ -29,7 +31,7 @@ from kvboost_edge.kernels.attention.paged import PARTITION, Ints
 from kvboost_edge.kernels.attention.units import after, clear_state, unit_loop
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.tuples import addresses_of
-from kvboost_edge.kernels.vectors import KIND_F32, LANES, load_i64
+from kvboost_edge.kernels.vectors import KIND_F32, LANES
 
 __all__ = ["SparseCall", "SparseJob", "attend_sparse", "attend_sparse_units"]
 
@@ -77,38 +79,14 @@ def _lay_out(job: SparseJob, unit: Unit) -> Any:
 
 
 @kernel
-def _shown(unit: Unit, num_tokens: int) -> Unit:
-    """Return a unit whose rows see the first `num_tokens` tokens of the tile at position 0."""
-    return Unit(
-        sequence=unit.sequence,
-        first_index=unit.first_index,
-        shift=unit.shift,
-        whole=unit.whole,
-        head=unit.head,
-        num_rows=unit.num_rows,
-        first_position=unit.first_position,
-        low=0,
-        high=num_tokens,
-        query=unit.query,
-        scores=unit.scores,
-        rescale=unit.rescale,
-        stage=unit.stage,
-        table=unit.table,
-    )
-
-
-@kernel
 def _attend_kept(job: Job, unit: Unit, selection: BlockSelection, state: int) -> None:
     """Add the kept key blocks to the softmax state, four per tile."""
     index = 0
     while index < selection.num_kept:
         count = min(STRIPS, selection.num_kept - index)
         for strip in range(STRIPS):
-            position = unit.high
-            if strip < count:
-                position = load_i64(selection.kept + 8 * (index + strip)) * LANES
-            place_strip(job, unit, strip, position, False)
-        attend_tile(job.shape, _shown(unit, count * LANES), 0, state, False)
+            place_strip(job, unit, strip, kept_position(selection, index + strip, unit), False)
+        attend_tile(job.shape, kept_unit(unit, count), 0, state, False)
         index += STRIPS
 
 

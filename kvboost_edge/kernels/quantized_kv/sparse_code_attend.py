@@ -14,6 +14,8 @@ from llvmlite import ir
 from kvboost_edge.kernels.attention.block_selection import (
     BlockSelection,
     dense_start,
+    kept_position,
+    kept_unit,
     no_selection,
     selector,
 )
@@ -46,7 +48,6 @@ from kvboost_edge.kernels.vectors import (
     emit_shuffle,
     emit_splat,
     emit_store,
-    load_i64,
 )
 
 __all__ = [
@@ -181,27 +182,6 @@ def _lay_out(job: SparseCodedJob, unit: Unit) -> Any:
 
 
 @kernel
-def _shown(unit: Unit, num_tokens: int) -> Unit:
-    """Return a unit whose rows see the first `num_tokens` tokens of the tile at position 0."""
-    return Unit(
-        sequence=unit.sequence,
-        first_index=unit.first_index,
-        shift=unit.shift,
-        whole=num_tokens,
-        head=unit.head,
-        num_rows=unit.num_rows,
-        first_position=unit.first_position,
-        low=0,
-        high=0,  # nothing to prefetch after the tile
-        query=unit.query,
-        scores=unit.scores,
-        rescale=unit.rescale,
-        stage=unit.stage,
-        table=unit.table,
-    )
-
-
-@kernel
 def _attend_kept(
     job: CodedJob, unit: Unit, coded: CodedScratch, selection: BlockSelection, state: int
 ) -> None:
@@ -210,14 +190,12 @@ def _attend_kept(
     while index < selection.num_kept:
         count = min(STRIPS, selection.num_kept - index)
         for strip in range(STRIPS):
-            position = unit.high
-            if strip < count:
-                position = load_i64(selection.kept + 8 * (index + strip)) * LANES
+            position = kept_position(selection, index + strip, unit)
             place_coded(job, unit, coded, strip, position, unit.high)
-            if index + STRIPS + strip < selection.num_kept:
-                later = load_i64(selection.kept + 8 * (index + STRIPS + strip)) * LANES
+            later = kept_position(selection, index + STRIPS + strip, unit)
+            if later < unit.high:
                 prefetch_lines(codes_at(job, unit, later), job.layout.nbytes)
-        coded_tile(job, _shown(unit, count * LANES), coded, 0, state)
+        coded_tile(job, kept_unit(unit, count), coded, 0, state)
         index += STRIPS
 
 
