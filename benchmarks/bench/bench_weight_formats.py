@@ -64,7 +64,7 @@ class Matrices:
         panel = np.zeros(tokens * inputs // 32 * LARGEST_CELL, np.uint8)
         out = np.zeros((tokens, rows), np.float32)
         self._buffers = np.zeros(lt.B_TABLES + 2, np.int64)
-        for number, array in ((lt.B_ATTENDED, x), (lt.B_PANEL, panel), (lt.B_WIDE, out)):
+        for number, array in ((lt.B_ATTENDED, x), (lt.B_PANEL, panel), (lt.B_PROJECTED, out)):
             self._held.append([array])
             self._buffers[number] = array.ctypes.data
         source = lt.BufferRows(lt.B_ATTENDED, inputs)
@@ -79,7 +79,7 @@ class Matrices:
                 panel=lt.B_PANEL,
                 fine=int(fine),
             )
-            table.append(lt.LinearOp(source, lt.BufferRows(lt.B_WIDE, rows), matrix, rows))
+            table.append(lt.LinearOp(source, lt.BufferRows(lt.B_PROJECTED, rows), matrix, rows))
         self._ops = lt.table_of(table)
         self._tokens = tokens
         self._copies = copies

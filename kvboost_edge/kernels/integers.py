@@ -31,10 +31,10 @@ __all__ = [
     "emit_pair_sums",
     "emit_splat_int",
     "follows_pages",
+    "has_512_bit_registers",
     "has_byte_permute",
     "has_byte_shuffle",
     "has_tile_registers",
-    "has_wide_registers",
     "int_constant",
 ]
 
@@ -86,7 +86,7 @@ def dot_form() -> str:
 
 
 @functools.cache
-def has_wide_registers() -> bool:
+def has_512_bit_registers() -> bool:
     """Return whether kernels are compiled for AVX-512, which has 32 registers of 512 bits."""
     return "avx512f" in _features()
 

@@ -82,7 +82,7 @@ _DOTPROD = {"asimd": "neon", "asimdhp": "fullfp16", "asimddp": "dotprod", "atomi
 _I8MM = {"i8mm": "i8mm"}
 # Every 64-bit x86 processor has these. Kernels use 512-bit registers where they are emitted.
 _X86 = ("64bit", "cmov", "cx8", "fxsr", "mmx", "sse", "sse2", "sse3", "sahf", "x87")
-_WIDE = ("-prefer-256-bit",)
+_PREFER_512_BIT = ("-prefer-256-bit",)
 
 
 def _x86(
@@ -111,7 +111,7 @@ TARGETS = (
         _AVX512,
         _VBMI,
         _AMX,
-        more=_WIDE,
+        more=_PREFER_512_BIT,
     ),
     _x86(
         "x86-64-zen4",
@@ -128,9 +128,9 @@ TARGETS = (
         "Intel from Ice Lake on, AMD Zen 5",
         _AVX512,
         _VBMI,
-        more=_WIDE,
+        more=_PREFER_512_BIT,
     ),
-    _x86("x86-64-avx512-vnni", "x86-64-v4", "Intel Cascade Lake", _AVX512, more=_WIDE),
+    _x86("x86-64-avx512-vnni", "x86-64-v4", "Intel Cascade Lake", _AVX512, more=_PREFER_512_BIT),
     _x86("x86-64-avx-vnni", "x86-64-v3", "Intel Core from Alder Lake on", _AVX_VNNI),
     _x86("x86-64-avx2", "x86-64-v3", "Intel from Haswell on, AMD Zen to Zen 3"),
     _arm("arm64-i8mm", "64-bit ARM with i8mm, such as AWS Graviton3", _DOTPROD | _I8MM),

@@ -253,8 +253,8 @@ def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
         return emit_load(b, V16, address)
     if kind == KIND_F16:
         return b.fpext(emit_load(b, _VHALF, address), V16)
-    wide = b.zext(emit_load(b, _VI16, address), _VI32)
-    return b.bitcast(b.shl(wide, _constant(_VI32, 16)), V16)
+    bits = b.zext(emit_load(b, _VI16, address), _VI32)
+    return b.bitcast(b.shl(bits, _constant(_VI32, 16)), V16)
 
 
 def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool = True) -> None:

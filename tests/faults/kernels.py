@@ -312,8 +312,8 @@ FAULTS = (
     fault(
         "drops the dt bias",
         "kernels/program/states/scan.py",
-        "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))",
-        "softplus_f32(load_f32(wide_at + 4 * head))",
+        "softplus_f32(load_f32(times + 4 * head) + load_f32(op.dt_bias + 4 * head))",
+        "softplus_f32(load_f32(times + 4 * head))",
         "tests/runners/native/test_hybrids.py::test_hybrid_models_equal_transformers[granitemoehybrid-h]",
     ),
     fault(

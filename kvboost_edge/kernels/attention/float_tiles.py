@@ -376,8 +376,8 @@ def _emit_stage(b: Builder, arguments: Sequence[Value], kind: int) -> None:
     with cgutils.for_range(b, rows, intp=I64) as loop:
         offset = b.mul(loop.index, step)
         emit_prefetch(b, b.add(ahead, offset))
-        wide = emit_load_as_f32(b, kind, b.add(source, offset))
-        shown = b.select(visible, wide, ir.Constant(V16, [0.0] * LANES))
+        row = emit_load_as_f32(b, kind, b.add(source, offset))
+        shown = b.select(visible, row, ir.Constant(V16, [0.0] * LANES))
         emit_store(b, shown, b.add(out, b.mul(loop.index, _int(_VECTOR_BYTES))))
 
 

@@ -24,7 +24,7 @@ from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
 from kvboost_edge.kernels.linear.dispatch import TARGET_TYPE
-from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
+from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, PAIR_TOKENS, TILES_AT_ONCE
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.signature import INT64
@@ -52,7 +52,7 @@ _INT8 = FORMATS["int8"].kind
 _AMX_INT4 = amx_tile[_INT4, False]
 _AMX_INT8 = amx_tile[_INT8, False]
 _VNNI_INT4, _VNNI_INT8 = (
-    int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (_INT4, _INT8)
+    int_tile[kind, TILES_AT_ONCE, PAIR_TOKENS, False] for kind in (_INT4, _INT8)
 )
 
 
@@ -188,7 +188,7 @@ def _try() -> AmxChoice:
     """Compare AMX with AVX512-VNNI: first the bits of the results, then the time for int4 tiles."""
     for name in ("int8", "int4"):
         amx = _Trial(name, _amx_trial, MATRIX_TOKENS)
-        vnni = _Trial(name, _vnni_trial, WIDE_TOKENS)
+        vnni = _Trial(name, _vnni_trial, PAIR_TOKENS)
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX is not used: its results differ from AVX512-VNNI on this machine")
             return AmxChoice(False, "its results differ from AVX512-VNNI on this machine")

@@ -13,10 +13,10 @@ from kvboost_edge.kernels.linear.panel import (
     FINE_TOKENS,
     MATRIX_FINE_TOKENS,
     MATRIX_TOKENS,
+    PAIR_FINE_TOKENS,
+    PAIR_TOKENS,
     SMALL_TOKENS,
     TILES_AT_ONCE,
-    WIDE_FINE_TOKENS,
-    WIDE_TOKENS,
 )
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF
 from kvboost_edge.kernels.linear.weight_tiles import (
@@ -44,8 +44,8 @@ def _int_ladder(kind: int) -> Any:
     # never compiles or calls that one, because the conditions are constants.
     amx = amx_tile[kind, False]
     fine_amx = amx_tile[kind, True]
-    wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
-    fine_wide = int_tile[kind, TILES_AT_ONCE, WIDE_FINE_TOKENS, True]
+    pair = int_tile[kind, TILES_AT_ONCE, PAIR_TOKENS, False]
+    fine_pair = int_tile[kind, TILES_AT_ONCE, PAIR_FINE_TOKENS, True]
     _, has2, has3, has4, has5, has6, has7, has8 = _HAS
     _, fine2, fine3, fine4, fine5, fine6, fine7, fine8 = _HAS_FINE
     t1, t2, t3, t4, t5, t6, t7, t8 = _single_tiles(kind, _HAS, fine=False)
@@ -57,7 +57,7 @@ def _int_ladder(kind: int) -> Any:
             if _HAS_AMX and n == MATRIX_FINE_TOKENS:
                 fine_amx(tile, panel, target)
             elif _HAS_PAIRS and tiles == 2:
-                fine_wide(tile, panel, target)
+                fine_pair(tile, panel, target)
             elif fine2 and n == 2:
                 f2(tile, panel, target)
             elif fine3 and n == 3:
@@ -77,7 +77,7 @@ def _int_ladder(kind: int) -> Any:
         elif _HAS_AMX and n == MATRIX_TOKENS:
             amx(tile, panel, target)
         elif _HAS_PAIRS and tiles == 2:
-            wide(tile, panel, target)
+            pair(tile, panel, target)
         elif has2 and n == 2:
             t2(tile, panel, target)
         elif has3 and n == 3:

@@ -26,7 +26,7 @@ _V64B = ir.VectorType(_I8, 64)
 _V16B = ir.VectorType(_I8, LANES)
 _POINTER = ir.PointerType()
 _QUAD_SIGNS = LANES // 2  # bytes of the signs of a quad in 16 rows
-_WIDE = ("vnni512", "amx")
+_512_BIT_FORMS = ("vnni512", "amx")
 
 Value = Any
 Builder = Any
@@ -192,7 +192,7 @@ def _emit_indices(
 def _emit_entries(b: Builder, table: Value, indices: Value, form: str, size: int) -> Value:
     """Return the entries of `size` bytes at 16 indices, as 16 integers."""
     gather = _GATHERS[size]
-    if form in _WIDE:
+    if form in _512_BIT_FORMS:
         lanes = ir.VectorType(gather.entry, gather.lanes)
         arguments = [lanes, _POINTER, ir.VectorType(I32, gather.lanes)]
         arguments += [ir.VectorType(ir.IntType(1), gather.lanes), I32]
@@ -230,7 +230,7 @@ def _emit_signed(b: Builder, quad: Value, place: Value, form: str) -> Value:
 def _emit_bits(b: Builder, place: Value, count: int, form: str) -> Value:
     """Return `count` bits at an address, lowest first, as a vector of i1."""
     pointer = b.inttoptr(place, _POINTER)
-    if form in _WIDE:
+    if form in _512_BIT_FORMS:
         bits = b.load(pointer, align=1, typ=ir.IntType(count))
         return b.bitcast(bits, ir.VectorType(ir.IntType(1), count))
     # Without mask registers, each byte is repeated for its bits.

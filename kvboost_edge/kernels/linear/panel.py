@@ -36,12 +36,12 @@ __all__ = [
     "LARGEST_CELL",
     "MATRIX_FINE_TOKENS",
     "MATRIX_TOKENS",
+    "PAIR_FINE_TOKENS",
+    "PAIR_TOKENS",
     "SEED_BYTES",
     "SMALL_TOKENS",
     "TILES_AT_ONCE",
     "UNPACKED",
-    "WIDE_FINE_TOKENS",
-    "WIDE_TOKENS",
     "bytes_of_cell",
     "cell_bytes",
     "panel_tokens",
@@ -65,17 +65,17 @@ class _Shapes(NamedTuple):
     Attributes:
         small: panel sizes for one tile. Passes of up to the largest number of tokens use no others.
         fine: panel sizes for one tile with fine codes.
-        wide: panel size for `tiles` tiles, used if there are more tokens than the largest of
+        pair: panel size for `tiles` tiles, used if there are more tokens than the largest of
             `small`.
-        wide_fine: like `wide`, with fine codes.
-        tiles: number of tiles multiplied at once with wide panels.
+        pair_fine: like `pair`, with fine codes.
+        tiles: number of tiles multiplied at once with panels of `pair` or `pair_fine` tokens.
         unpacked: (size, fine) of panels whose weights are unpacked first; see unpacked.py.
     """
 
     small: tuple[int, ...]
     fine: tuple[int, ...]
-    wide: int
-    wide_fine: int
+    pair: int
+    pair_fine: int
     tiles: int
     unpacked: tuple[tuple[int, bool], ...] = ()
 
@@ -93,7 +93,7 @@ _SHAPES = {
     "neon": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
     "plain": _Shapes((1, 2), (1, 2), 2, 2, 1),
 }
-SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[
+SMALL_TOKENS, FINE_TOKENS, PAIR_TOKENS, PAIR_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[
     dot_form()
 ]
 # Panel sizes for AMX; see amx.py. Without AMX, no panel reaches these sizes.
@@ -129,7 +129,7 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
     if total > SMALL_TOKENS[-1]:
         largest = MATRIX_FINE_TOKENS if fine != 0 else MATRIX_TOKENS
         if matrix == 0 or left < largest:
-            largest = WIDE_FINE_TOKENS if fine != 0 else WIDE_TOKENS
+            largest = PAIR_FINE_TOKENS if fine != 0 else PAIR_TOKENS
         if left >= largest:
             return largest
     return int(_LARGEST[int(fine != 0), left])
@@ -138,10 +138,10 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
 @kernel
 def takes_pair(size: int, total: int, fine: int) -> bool:
     """Return whether a panel of `size` of `total` tokens is multiplied by two tiles at once."""
-    wide, most = (
-        (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
+    pair, most = (
+        (PAIR_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (PAIR_TOKENS, MATRIX_TOKENS)
     )
-    return TILES_AT_ONCE == 2 and total > SMALL_TOKENS[-1] and size in (wide, most)
+    return TILES_AT_ONCE == 2 and total > SMALL_TOKENS[-1] and size in (pair, most)
 
 
 @kernel

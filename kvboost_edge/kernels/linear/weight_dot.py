@@ -53,12 +53,12 @@ class _Short(NamedTuple):
     """Sums in 16 bits that are widened before they can overflow.
 
     Attributes:
-        wide: sums of the quads widened so far, <16 x i32>, or None.
+        widened: sums of the quads widened so far, <16 x i32>, or None.
         sums: sums of the latest quads, <32 x i16>.
         quads: number of quads in `sums`.
     """
 
-    wide: Value | None
+    widened: Value | None
     sums: Value
     quads: int
 
@@ -88,7 +88,7 @@ class GroupDot:
         # Variants "avx2" and "plain" sum codes of less than 8 bits in 16 bits. All 8 quads of a
         # group of codes up to 4 bits fit, because their sum is at most 8 * 2 * 15 * 127 = 30,480.
         # With 5-bit codes and the values of nvfp4 4 quads fit, with 6-bit codes 2.
-        self._short = self.form in ("avx2", "plain") and not self._format.is_wide
+        self._short = self.form in ("avx2", "plain") and not self._format.uses_whole_byte
         self._quads = _SHORT_MOST // (2 * self._format.largest_operand * 127)
         # These variants sum weights as stored. `sdot` can take codes of less than 8 bits because
         # they are valid signed bytes. With 4-bit codes, subtracting the offset is as fast.
@@ -125,9 +125,10 @@ class GroupDot:
             return signed
         # Two products of 255 * 127 do not fit in the 16 bits of `vpmaddubsw`. It therefore
         # multiplies magnitudes, and `vpsignb` moves the sign to the token's codes.
-        wide = b.bitcast(signed, _V64B)
+        weights = b.bitcast(signed, _V64B)
         zeros = ir.Constant(_V64B, [0] * 64)
-        magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
+        negative = b.icmp_signed("<", weights, zeros)
+        magnitude = b.select(negative, b.sub(zeros, weights), weights)
         return b.bitcast(magnitude, V16I), signed
 
     def add(self, state: Any, quad: Any, x: Value) -> Any:
@@ -169,7 +170,7 @@ class GroupDot:
 
     def _widened(self, state: _Short) -> Value:
         pairs = self._pairs(state.sums)
-        return pairs if state.wide is None else self._b.add(state.wide, pairs)
+        return pairs if state.widened is None else self._b.add(state.widened, pairs)
 
     # The following methods keep sums in a loop of the generated code.
 

@@ -217,7 +217,7 @@ class WeightFormat:
         return self.is_float or self.fit is not None
 
     @property
-    def is_wide(self) -> bool:
+    def uses_whole_byte(self) -> bool:
         """True if unpacked weights use the full range of a byte."""
         return self.bits == 8 or self.table
 
@@ -279,7 +279,7 @@ class WeightFormat:
 
     @property
     def largest_operand(self) -> int:
-        """Largest unsigned byte that kernels multiply; not meaningful for wide formats."""
+        """Largest unsigned byte that kernels multiply; not meaningful if `uses_whole_byte`."""
         return self.offset + max(self.values) if self.values else self.largest_code
 
     @property

@@ -25,11 +25,11 @@ from kvboost_edge.kernels.linear.int_tiles import (
 )
 from kvboost_edge.kernels.linear.panel import (
     FINE_TOKENS,
+    PAIR_FINE_TOKENS,
+    PAIR_TOKENS,
     SMALL_TOKENS,
     TILES_AT_ONCE,
     UNPACKED,
-    WIDE_FINE_TOKENS,
-    WIDE_TOKENS,
 )
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
@@ -92,8 +92,8 @@ def fields_of(b: Builder, kind: Any, value: Value) -> Any:
 
 def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
     emitter = IntTiles(kind, tiles, tokens, fine)
-    is_wide = (tiles, tokens) == (TILES_AT_ONCE, WIDE_FINE_TOKENS if fine else WIDE_TOKENS)
-    if (tokens, fine) in UNPACKED or (is_wide and FORMAT_OF[kind].grid is not None):
+    is_pair = (tiles, tokens) == (TILES_AT_ONCE, PAIR_FINE_TOKENS if fine else PAIR_TOKENS)
+    if (tokens, fine) in UNPACKED or (is_pair and FORMAT_OF[kind].grid is not None):
         emitter = UnpackedTiles(kind, tokens, fine, dot_form(), tiles)
 
     @intrinsic
@@ -146,7 +146,7 @@ def _float_tile(kind: int, tokens: int) -> Any:
 _SHAPES = {(1, tokens, False) for tokens in SMALL_TOKENS} | {
     (1, tokens, True) for tokens in FINE_TOKENS
 }
-_SHAPES |= {(TILES_AT_ONCE, WIDE_TOKENS, False), (TILES_AT_ONCE, WIDE_FINE_TOKENS, True)}
+_SHAPES |= {(TILES_AT_ONCE, PAIR_TOKENS, False), (TILES_AT_ONCE, PAIR_FINE_TOKENS, True)}
 int_tile = {
     (kind, *shape): _int_tile(kind, *shape) for kind in INT_KINDS for shape in sorted(_SHAPES)
 }

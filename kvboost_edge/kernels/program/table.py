@@ -583,7 +583,7 @@ Operation = tuple[Any, ...]
     B_NORMED,
     B_PANEL,
     B_INNER,
-    B_WIDE,
+    B_PROJECTED,
     B_QUERY,
     B_KEY,
     B_VALUE,

@@ -344,17 +344,17 @@ def _add_values(layout: CodeLayout, unit: Unit, coded: CodedScratch, out: int) -
     dim = layout.dim
     channel = 0
     while channel < dim:
-        wide = dim - channel >= 64
+        has_64 = dim - channel >= 64
         if layout.v_bits == 8:
-            if wide:
+            if has_64:
                 _V8_4(coded.weight_codes, unit.table, channel, coded.numbers, out, dim * 4)
             else:
                 _V8_1(coded.weight_codes, unit.table, channel, coded.numbers, out, dim * 4)
-        elif wide:
+        elif has_64:
             _V4_4(coded.weight_codes, unit.table, channel, coded.numbers, out, dim * 4)
         else:
             _V4_1(coded.weight_codes, unit.table, channel, coded.numbers, out, dim * 4)
-        channel += 64 if wide else LANES
+        channel += 64 if has_64 else LANES
 
 
 @kernel

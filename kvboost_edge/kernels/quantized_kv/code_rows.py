@@ -211,10 +211,10 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
         for plane in range(2)
         for byte in range(8)
     ]
-    wide = ir.VectorType(I8, LINE)
-    planes = b.bitcast(both, wide)
+    line = ir.VectorType(I8, LINE)
+    planes = b.bitcast(both, line)
     planes = b.shuffle_vector(planes, planes, ir.Constant(ir.VectorType(_I32, LINE), order))
-    planes = b.xor(planes, ir.Constant(wide, ([0] * 8 + [0x80] * 8) * 4))
+    planes = b.xor(planes, ir.Constant(line, ([0] * 8 + [0x80] * 8) * 4))
     b.store(planes, b.inttoptr(place, ir.PointerType()), align=4)
 
 

@@ -298,9 +298,9 @@ def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vector
                 for vector in range(num_vectors):
                     signed = vectors[vector][quad]
                     if bits == 4:
-                        wide = ir.VectorType(I8, LINE)
+                        line = ir.VectorType(I8, LINE)
                         signed = b.bitcast(
-                            b.sub(b.bitcast(signed, wide), ir.Constant(wide, [8] * LINE)), V16I
+                            b.sub(b.bitcast(signed, line), ir.Constant(line, [8] * LINE)), V16I
                         )
                     slot = sums[row * num_vectors + vector]
                     b.store(emit_dot(b, form, b.load(slot), weights, signed), slot)

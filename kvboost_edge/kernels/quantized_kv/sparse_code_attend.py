@@ -117,12 +117,8 @@ def _decode_block(
                 values = b.load(place, align=1, typ=V16B)
                 values = b.lshr(values, ir.Constant(V16B, [shift] * LANES))
                 values = b.and_(values, ir.Constant(V16B, [mask] * LANES))
-                wide = b.uitofp(values, V16)
-                emit_store(
-                    b,
-                    emit_fma(b, wide, factor, zero),
-                    b.add(to, ir.Constant(I64, 4 * LANES * part)),
-                )
+                values = emit_fma(b, b.uitofp(values, V16), factor, zero)
+                emit_store(b, values, b.add(to, ir.Constant(I64, 4 * LANES * part)))
 
         quads = b.udiv(dim, ir.Constant(I64, 4))
         with b.if_else(b.icmp_signed("==", bits, ir.Constant(I64, 8))) as (bytes_, nibbles):

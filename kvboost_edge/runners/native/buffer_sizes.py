@@ -73,14 +73,14 @@ class MixerSizes(NamedTuple):
     """Floats per token in the buffers of a recurrent mixer.
 
     Attributes:
-        wide: outputs of the input projections.
-        gates: index of the first gate in `wide`.
+        projected: outputs of the input projections.
+        gates: index of the first gate in `projected`.
         mixed: input of the output projection.
         key: queries, or keys.
         value: values and gates of `ScanInputsOp`.
     """
 
-    wide: int
+    projected: int
     gates: int
     mixed: int
     key: int = 0
@@ -112,9 +112,9 @@ class MixerSizes(NamedTuple):
             return cls(3 * mixer.channels, 0, width)
         _check_heads(mixer, width)
         gates = mixer.channels + width
-        wide = gates + padded((2 if mixer.kind == "delta" else 1) * mixer.value_heads, LANES)
+        projected = gates + padded((2 if mixer.kind == "delta" else 1) * mixer.value_heads, LANES)
         return cls(
-            wide, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads
+            projected, gates, width, mixer.key_heads * mixer.key_dim, width + 2 * mixer.value_heads
         )
 
 
@@ -152,7 +152,7 @@ class Sizes:
     Attributes:
         hidden: hidden state.
         normed: output of a norm or an activation.
-        wide: output of the QKV, gate and up, or mixer projections.
+        projected: output of the QKV, gate and up, or mixer projections.
         query: queries, or mixer buffers.
         key: keys.
         value: values.
@@ -166,7 +166,7 @@ class Sizes:
 
     hidden: int
     normed: int
-    wide: int
+    projected: int
     query: int
     key: int
     value: int
@@ -193,7 +193,7 @@ class Sizes:
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden = padded(spec.hidden_size, GROUP)
         normed = padded(max(spec.hidden_size, inner, width), GROUP)
-        wide = (
+        projected = (
             padded(
                 max(
                     qkv,
@@ -201,7 +201,7 @@ class Sizes:
                     spec.hidden_size,
                     joined,
                     width,
-                    mixer.wide,
+                    mixer.projected,
                 ),
                 GROUP,
             )
@@ -223,7 +223,7 @@ class Sizes:
         return cls(
             hidden,
             normed,
-            wide,
+            projected,
             query,
             key,
             value,

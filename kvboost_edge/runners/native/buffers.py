@@ -79,8 +79,8 @@ class ProgramBuffers:
             None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers
         ]
         return {
-            la.R_UNROTATED: self._arrays[lt.B_WIDE].ctypes.data,
-            la.R_UNROTATED_STEP: self.sizes.wide,
+            la.R_UNROTATED: self._arrays[lt.B_PROJECTED].ctypes.data,
+            la.R_UNROTATED_STEP: self.sizes.projected,
             la.R_COS: [0 if table is None else table.cos.ctypes.data for table in tables],
             la.R_SIN: [0 if table is None else table.sin.ctypes.data for table in tables],
             la.R_HALF: [0 if table is None else table.cos.shape[1] for table in tables],
@@ -127,22 +127,22 @@ class ProgramBuffers:
         size = self._spec.backbone_size
         if not size:
             return self.normed(num_tokens)
-        return self.wide(num_tokens)[:, size : 2 * size]
+        return self.projected(num_tokens)[:, size : 2 * size]
 
     def states(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """Return the first rows of the hidden states of a pass, float32 [num_tokens, size]."""
         size = self._spec.backbone_size
-        return self.wide(num_tokens)[:, :size] if size else self.normed(num_tokens)
+        return self.projected(num_tokens)[:, :size] if size else self.normed(num_tokens)
 
     def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """Return the first rows of the per-layer inputs, float32 [num_tokens, padded size]."""
         row = self.sizes.per_layer
         return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
-    def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
+    def projected(self, num_tokens: int) -> npt.NDArray[np.float32]:
         """Return the first rows of the QKV projection, float32 [num_tokens, padded size]."""
-        row = self.sizes.wide
-        return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
+        row = self.sizes.projected
+        return self._arrays[lt.B_PROJECTED][: num_tokens * row].reshape(num_tokens, row)
 
     def copied(
         self, rows: BufferRows, num_tokens: int, which: npt.NDArray[np.int64]
@@ -201,7 +201,7 @@ class ProgramBuffers:
         floats = {
             lt.B_HIDDEN: sizes.hidden,
             lt.B_NORMED: sizes.normed,
-            lt.B_WIDE: sizes.wide,
+            lt.B_PROJECTED: sizes.projected,
             lt.B_QUERY: sizes.query,
             lt.B_KEY: sizes.key,
             lt.B_VALUE: sizes.value,

@@ -68,7 +68,7 @@ class Emitter:
         self.sizes = Sizes.of(spec)
         self.hidden = BufferRows(lt.B_HIDDEN, self.sizes.hidden)
         self.normed = BufferRows(lt.B_NORMED, self.sizes.hidden)
-        self.wide = BufferRows(lt.B_WIDE, self.sizes.wide)
+        self.projected = BufferRows(lt.B_PROJECTED, self.sizes.projected)
         self.ops: list[lt.Operation] = []
         self.scaled_vectors: dict[str, npt.NDArray[np.float32]] = {}
 
@@ -233,11 +233,11 @@ class Emitter:
             kind = lt.WideGatedOp if self.is_wide(way_in) else lt.GatedOp
             self.ops.append(kind(matrix, channels, lt.B_INNER))
         else:
-            self.linear(way_in, source, self.wide)
+            self.linear(way_in, source, self.projected)
             # Without a gate, `by` is ignored but needs a valid address.
-            by = BufferRows() if spec.family.gated else self.wide
+            by = BufferRows() if spec.family.gated else self.projected
             panel = lt.PanelTarget() if sub_norms else self.panel(down, lt.B_INNER)
-            self.ops.append(lt.ActivateOp(self.wide, rows, inner, act, by, panel))
+            self.ops.append(lt.ActivateOp(self.projected, rows, inner, act, by, panel))
             if sub_norms:
                 self.sub_norm(f"{layer}mlp_sub", rows, inner, down, buffer=lt.B_INNER)
             else:
@@ -269,10 +269,10 @@ class Emitter:
             factor *= spec.residual_factor
             self.linear(name, source, self.hidden, add=True, factor=factor, panel=panel)
             return
-        self.linear(name, source, self.wide, panel=panel, factor=factor)
+        self.linear(name, source, self.projected, panel=panel, factor=factor)
         self.ops.append(
             lt.AddNormOp(
-                self.wide,
+                self.projected,
                 self.hidden,
                 spec.hidden_size,
                 self.packed.address(norm),

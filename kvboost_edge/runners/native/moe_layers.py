@@ -41,18 +41,18 @@ def emit_mixture_beside(
     size = spec.hidden_size
     beside = BufferRows(lt.B_BESIDE, _sizes(out).parallel_mlp)
     out.norm(f"{layer}mlp_in", f"{layer}gate_up")
-    out.linear(f"{layer}down", out.inner(layer, out.normed, inner), out.wide, panel=lt.B_INNER)
+    out.linear(f"{layer}down", out.inner(layer, out.normed, inner), out.projected, panel=lt.B_INNER)
     norm = out.packed.address(f"{layer}beside_out")
-    out.ops.append(lt.NormOp(out.wide, beside, size, norm, spec.eps))
+    out.ops.append(lt.NormOp(out.projected, beside, size, norm, spec.eps))
     out.norm(f"{layer}router_in", f"{layer}router")
     routed = BufferRows(lt.B_ROUTED, _sizes(out).routed)
     out.linear(f"{layer}router", out.normed, routed, factor=size**-0.5)
     _route(out, layer, experts)
     # The router has a float format, so this norm does not quantize. `SpreadOp` quantizes the rows.
     out.norm(f"{layer}experts_in", f"{layer}router")
-    _all_experts(out, layer, experts, out.wide, add=False)
+    _all_experts(out, layer, experts, out.projected, add=False)
     norm = out.packed.address(f"{layer}experts_out")
-    out.ops.append(lt.AddNormOp(out.wide, beside, size, norm, spec.eps))
+    out.ops.append(lt.AddNormOp(out.projected, beside, size, norm, spec.eps))
     norm = out.packed.address(f"{layer}mlp_out")
     out.ops.append(lt.AddNormOp(beside, out.hidden, size, norm, spec.eps, sum_factor=sum_factor))
 
@@ -105,7 +105,7 @@ def _all_experts(out: Emitter, layer: str, experts: Experts, to: BufferRows, *, 
 def _shared_by_gate(out: Emitter, layer: str, experts: Experts, gate: BufferRows) -> None:
     """Emit the shared expert, multiplied by the sigmoid of the router's last output."""
     rows = out.inner(layer, out.normed, experts.shared)
-    out.linear(f"{layer}down", rows, out.wide, panel=lt.B_INNER)
+    out.linear(f"{layer}down", rows, out.projected, panel=lt.B_INNER)
     size = out.spec.hidden_size
     factor = out.spec.residual_factor
-    out.ops.append(lt.AddSharedOp(out.wide, out.hidden, gate, size, factor))
+    out.ops.append(lt.AddSharedOp(out.projected, out.hidden, gate, size, factor))

@@ -89,7 +89,7 @@ class _Builder(Emitter):
         """Emit the embedding and, if the model has them, the per-layer inputs."""
         spec = self.spec
         matrix = self.matrix("embed", 1, 1, 0)
-        out = self.wide if spec.backbone_size else self.hidden
+        out = self.projected if spec.backbone_size else self.hidden
         self.ops.append(lt.EmbedOp(out, matrix, spec.embedding_factor))
         if spec.per_layer is not None:
             self.per_layer_inputs(spec.per_layer.width)
@@ -97,16 +97,16 @@ class _Builder(Emitter):
     def join_states(self) -> None:
         """Emit the input rows of an MTP head.
 
-        The states are in B_NORMED, or for an assistant in B_WIDE, after the embedding.
+        The states are in B_NORMED, or for an assistant in B_PROJECTED, after the embedding.
         """
         spec = self.spec
         size = spec.state_size
         pairs = ((self.hidden, "embedding_norm", 0), (self.normed, "hidden_norm", size))
         for source, norm, first in pairs if not spec.backbone_size else ():
-            out = self.wide._replace(first=first)
+            out = self.projected._replace(first=first)
             self.ops.append(lt.NormOp(source, out, size, self.packed.address(norm), spec.eps))
-        self.quantize(self.wide, 2 * size, "projection")
-        self.linear("projection", self.wide, self.hidden)
+        self.quantize(self.projected, 2 * size, "projection")
+        self.linear("projection", self.projected, self.hidden)
 
     def per_layer_inputs(self, width: int) -> None:
         """Emit B_PER_LAYER from the embedding and the rows of the per-layer table."""
@@ -132,13 +132,13 @@ class _Builder(Emitter):
             self.quantize(source, spec.hidden_size, f"{layer}qkv")
         else:
             self.norm(f"{layer}attn_in", f"{layer}qkv")
-        self.linear(f"{layer}qkv", source, self.wide, factor=spec.factors.attention)
+        self.linear(f"{layer}qkv", source, self.projected, factor=spec.factors.attention)
         own = spec.layers[index]
         if own.owns_kv:
             self.ops.append(lt.ContinueOp(index))
         self.ops.append(
             lt.RopeOp(
-                self.wide,
+                self.projected,
                 spec.num_heads,
                 own.num_kv_heads if own.owns_kv else 0,
                 own.head_dim,
@@ -160,7 +160,7 @@ class _Builder(Emitter):
         """Emit the output gate: attention output times sigmoid(gates), in place."""
         own = self.spec.layers[index]
         count = self.spec.num_heads * own.head_dim
-        gates = self.wide._replace(first=count + 2 * own.num_kv_heads * own.head_dim)
+        gates = self.projected._replace(first=count + 2 * own.num_kv_heads * own.head_dim)
         panel = self.panel(f"layer{index}.out")
         self.ops.append(lt.ActivateOp(gates, rows, count, ACT_SIGMOID, rows, panel))
         self.widen(rows, count, f"layer{index}.out")
@@ -192,7 +192,7 @@ class _Builder(Emitter):
         if self.spec.layers[index].keeps_state:
             assert self.states is not None
             return self.states.mixed
-        return self.wide if self.spec.family.output_gate else None
+        return self.projected if self.spec.family.output_gate else None
 
     def after_mixing(self, index: int) -> None:
         """Emit the output projections of attention and of the recurrent mixer."""
@@ -255,16 +255,16 @@ class _Builder(Emitter):
         names = (f"{layer}ple_gate", f"{layer}ple_out")
         rows = BufferRows(lt.B_NORMED, padded(width, GROUP))
         self.quantize(self.hidden, self.spec.hidden_size, names[0])
-        self.linear(names[0], self.hidden, self.wide)
+        self.linear(names[0], self.hidden, self.projected)
         by = BufferRows(lt.B_PER_LAYER, self.sizes.per_layer, index * width)
         act = ACTIVATIONS[self.spec.activation]
         panel = self.panel(names[1], lt.B_INNER)
-        self.ops.append(lt.ActivateOp(self.wide, rows, width, act, by, panel))
+        self.ops.append(lt.ActivateOp(self.projected, rows, width, act, by, panel))
         self.widen(rows, width, names[1], lt.B_INNER)
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
     def head(self) -> int:
-        """Emit the last norm and the LM head, and an assistant's next states in B_WIDE.
+        """Emit the last norm and the LM head, and an assistant's next states in B_PROJECTED.
 
         Returns:
             The index of the operation after the norm.
@@ -274,7 +274,7 @@ class _Builder(Emitter):
         self.logits(self.spec.vocab_size)
         if self.spec.backbone_size:
             self.quantize(self.normed, self.spec.hidden_size, "post_projection")
-            self.linear("post_projection", self.normed, self.wide)
+            self.linear("post_projection", self.normed, self.projected)
         return normed
 
     def short_head(self, count: int) -> tuple[int, int]:

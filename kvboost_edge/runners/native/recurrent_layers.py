@@ -62,16 +62,16 @@ class StateOperations:
         `state` is the layer's index in the state pool.
         """
         builder = self._builder
-        wide = builder.wide
+        projected = builder.projected
         is_conv = self._mixer.kind == "conv"
         draft_bytes = self._spec.draft_bytes
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
         factors = builder.spec.factors
-        gates = wide._replace(first=self._sizes.gates)
-        builder.linear(f"{layer}mixer_in", builder.normed, wide, factor=factors.mixer)
+        gates = projected._replace(first=self._sizes.gates)
+        builder.linear(f"{layer}mixer_in", builder.normed, projected, factor=factors.mixer)
         if not is_conv:
             builder.linear(f"{layer}mixer_gates", builder.normed, gates, factor=factors.mixer_gates)
-        conv = self._conv(layer, state, wide)._replace(
+        conv = self._conv(layer, state, projected)._replace(
             gated=int(is_conv),
             draft=state * draft_bytes,
             draft_step=self._num_states * draft_bytes,
@@ -128,7 +128,7 @@ class StateOperations:
     def _gate(self, layer: str) -> lt.GateOp:
         """Return the operation that applies the norm and the gate to the heads' outputs."""
         mixer = self._mixer
-        gates = self._builder.wide._replace(first=mixer.channels)
+        gates = self._builder.projected._replace(first=mixer.channels)
         op = lt.GateOp(
             gates,
             self.mixed,

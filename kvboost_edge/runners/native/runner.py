@@ -393,10 +393,10 @@ class NativeRunner:
         second = [index for index, layer in enumerate(spec.layers) if layer.owns_kv][1]
         layer = spec.layers[second]
         whole, _ = self._run_begin(batch, second, self._program.parts[second][1])
-        # `RopeOp` has left the values of this layer in its wide row.
+        # `RopeOp` has left the values of this layer in its row of B_PROJECTED.
         first = (spec.num_heads + layer.num_kv_heads) * layer.head_dim
         width = layer.num_kv_heads * layer.head_dim
-        computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
+        computed = self._buffers.projected(len(batch.token_ids))[rows, first : first + width]
         stored = whole.stored_values(second, slots).reshape(len(rows), width)
         distances: Floats = np.square(computed - stored).sum(axis=1)
         return distances

@@ -106,7 +106,7 @@ def run_linear(
     panel = np.zeros(tokens * groups * LARGEST_CELL, np.uint8)
     program.buffer(lt.B_ATTENDED, wide)
     program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_WIDE, out)
+    program.buffer(lt.B_PROJECTED, out)
     source = lt.BufferRows(lt.B_ATTENDED, groups * 32)
     fine = int(extra.fine)
     if kind not in ("f32", "bf16"):
@@ -115,7 +115,7 @@ def run_linear(
     bias = 0 if extra.bias is None else biases.ctypes.data
     matrix = program.matrix(kind, inputs, packed, bias=bias, fine=fine)
     add = int(extra.add is not None)
-    rows_out = lt.BufferRows(lt.B_WIDE, padded)
+    rows_out = lt.BufferRows(lt.B_PROJECTED, padded)
     program.ops.append(lt.LinearOp(source, rows_out, matrix, rows, add, extra.factor))
     program.run(extra.threads)
     return out[:, :rows], panel

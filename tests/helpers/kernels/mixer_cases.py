@@ -89,10 +89,10 @@ class Mixer(abc.ABC):
         wide, out = (np.full((len(rows), size), np.nan, np.float32) for size in (step, out_step))
         wide[:, : self.columns] = rows
         program = Program(len(rows))
-        program.buffer(lt.B_WIDE, wide)
+        program.buffer(lt.B_PROJECTED, wide)
         program.buffer(lt.B_NORMED, out)
         add_states(program, pieces, pool)
-        conv = self.convolution(pool, lt.BufferRows(lt.B_WIDE, step))
+        conv = self.convolution(pool, lt.BufferRows(lt.B_PROJECTED, step))
         conv = conv._replace(draft=pool.draft_offset(1), draft_step=pool.draft_row_bytes)
         self.mix(program, pool, conv, lt.BufferRows(lt.B_NORMED, out_step))
         program.run(threads)

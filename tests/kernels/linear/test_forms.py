@@ -189,7 +189,7 @@ def test_arm_without_dotprod_multiplies_in_16_bits(kind, fine):
     assert multiplied == products
     form = FORMAT_OF[kind]
     assert added == 4 * 4 * planes * (
-        8 if form.is_wide else max(form.parts, {5: 2, 6: 4}.get(form.bits, 1))
+        8 if form.uses_whole_byte else max(form.parts, {5: 2, 6: 4}.get(form.bits, 1))
     )
 
 

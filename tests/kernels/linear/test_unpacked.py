@@ -13,7 +13,7 @@ from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_assemb
 from helpers.kernels.weight_formats import GRIDS
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear.int_tiles import IntTiles
-from kvboost_edge.kernels.linear.panel import TILES_AT_ONCE, WIDE_FINE_TOKENS, WIDE_TOKENS
+from kvboost_edge.kernels.linear.panel import PAIR_FINE_TOKENS, PAIR_TOKENS, TILES_AT_ONCE
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
 
@@ -64,7 +64,7 @@ def test_unpacked_tiles_equal_packed_ones(kind, fine):
 @pytest.mark.some(2)
 def test_formats_with_a_grid_are_unpacked_for_many_tokens(kind, fine):
     """One or two tiles, whatever the variant of this machine takes, and again for many panels."""
-    size = WIDE_FINE_TOKENS if fine else WIDE_TOKENS
+    size = PAIR_FINE_TOKENS if fine else PAIR_TOKENS
     number = FORMATS[kind].kind
     unpacked = UnpackedTiles(number, size, fine, dot_form(), TILES_AT_ONCE)
     packed = IntTiles(number, TILES_AT_ONCE, size, fine)

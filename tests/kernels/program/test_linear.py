@@ -214,14 +214,14 @@ def test_matrices_of_different_formats_share_a_panel(kinds, fine):
     panel = np.zeros(tokens * 16 * LARGEST_CELL, np.uint8)
     program.buffer(lt.B_ATTENDED, x)
     program.buffer(lt.B_PANEL, panel)
-    program.buffer(lt.B_WIDE, out)
+    program.buffer(lt.B_PROJECTED, out)
     source = lt.BufferRows(lt.B_ATTENDED, inputs)
     target = lt.PanelTarget(kind_of(kinds[0]), lt.B_PANEL, int(fine))
     program.ops.append(lt.QuantizeOp(source, inputs, target))
     for index, kind in enumerate(kinds):
         one = random_weights(kind, rows, inputs)
         matrix = program.matrix(kind, inputs, one, unit=2, fine=int(fine))
-        to = lt.BufferRows(lt.B_WIDE, 2 * rows, index * rows)
+        to = lt.BufferRows(lt.B_PROJECTED, 2 * rows, index * rows)
         program.ops.append(lt.LinearOp(source, to, matrix, rows))
     program.run(2)
     alone = [_linear(kind, x, rows, Extra(fine=fine))[0] for kind in kinds]

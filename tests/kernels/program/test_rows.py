@@ -32,9 +32,9 @@ def test_activations_equal_the_reference(act):
     wide = np.zeros((3, 2304), np.float32)
     out = np.full((3, 1120), np.nan, np.float32)
     wide[:, :2200] = both
-    program.buffer(lt.B_WIDE, wide)
+    program.buffer(lt.B_PROJECTED, wide)
     program.buffer(lt.B_NORMED, out)
-    rows = (lt.BufferRows(lt.B_WIDE, 2304), lt.BufferRows(lt.B_NORMED, 1120))
+    rows = (lt.BufferRows(lt.B_PROJECTED, 2304), lt.BufferRows(lt.B_NORMED, 1120))
     program.ops.append(lt.ActivateOp(*rows, 1100, act))
     program.run()
     expected = ACTIVATIONS[act](both[:, :1100], both[:, 1100:])
@@ -49,11 +49,11 @@ def test_activation_without_a_gate():
     x[2, 7] = np.nan
     program = Program(3)
     out = np.full((3, 1120), np.nan, np.float32)
-    program.buffer(lt.B_WIDE, x)
+    program.buffer(lt.B_PROJECTED, x)
     program.buffer(lt.B_BESIDE, np.full((3, 1120), np.nan, np.float32))
     program.buffer(lt.B_NORMED, out)
     source, out_rows, by = (
-        lt.BufferRows(number, 1120) for number in (lt.B_WIDE, lt.B_NORMED, lt.B_BESIDE)
+        lt.BufferRows(number, 1120) for number in (lt.B_PROJECTED, lt.B_NORMED, lt.B_BESIDE)
     )
     program.ops.append(lt.ActivateOp(source, out_rows, 1100, ACT_RELU2, by))
     program.run()
@@ -91,13 +91,13 @@ def test_rope_splits_and_rotates():
     table.cover(1501)
     out = [np.empty((3, n, dim), np.float32) for n in (heads, kv_heads, kv_heads)]
     program = Program(3)
-    program.buffer(lt.B_WIDE, x)
+    program.buffer(lt.B_PROJECTED, x)
     program.buffer(lt.B_POSITIONS, positions)
     for number, array in zip((lt.B_QUERY, lt.B_KEY, lt.B_VALUE), out, strict=True):
         program.buffer(number, array)
     program.buffer(lt.B_TABLES, table.cos)
     program.buffer(lt.B_TABLES + 1, table.sin)
-    source = lt.BufferRows(lt.B_WIDE, row)
+    source = lt.BufferRows(lt.B_PROJECTED, row)
     program.ops.append(lt.RopeOp(source, heads, kv_heads, dim, half, lt.B_TABLES))
     program.run()
     split = np.split(x.reshape(3, -1, dim), [heads, heads + kv_heads], axis=1)

@@ -77,12 +77,12 @@ def test_a_linear_layer_equals_its_specification(kind, tokens, rows, inputs, fin
     program = Program(tokens, tiles)
     program.buffer(lt.B_ATTENDED, x)
     program.buffer(lt.B_PANEL, _panel(tokens, inputs, fine=fine))
-    program.buffer(lt.B_WIDE, out)
+    program.buffer(lt.B_PROJECTED, out)
     source = lt.BufferRows(lt.B_ATTENDED, inputs)
     matrix = program.matrix(kind, inputs, packed, bias=bias.ctypes.data, fine=int(fine))
     program.ops += [
         lt.WidePanelOp(source, inputs, lt.PanelTarget(0, lt.B_PANEL, int(fine))),
-        lt.WideLinearOp(lt.BufferRows(lt.B_WIDE, padded), matrix, rows, 1, 0.5),
+        lt.WideLinearOp(lt.BufferRows(lt.B_PROJECTED, padded), matrix, rows, 1, 0.5),
     ]
     program.run(2)
     expected = wide_product(kind, x, packed, rows, fine=fine) + bias[:rows]
@@ -105,13 +105,13 @@ def test_a_gated_mlp_equals_separate_steps(act, inner, tiles):
     program.buffer(lt.B_ATTENDED, x)
     program.buffer(lt.B_PANEL, _panel(tokens, hidden))
     program.buffer(lt.B_INNER, _panel(tokens, inner))
-    program.buffer(lt.B_WIDE, out)
+    program.buffer(lt.B_PROJECTED, out)
     matrix = program.matrix("int4", hidden, way_in, bias=bias.ctypes.data)
     last = program.matrix("int8", inner, down, panel=lt.B_INNER)
     program.ops += [
         lt.WidePanelOp(lt.BufferRows(lt.B_ATTENDED, hidden), hidden, lt.PanelTarget(0, lt.B_PANEL)),
         lt.WideGatedOp(matrix, lt.InnerChannels(inner, act, 0), lt.B_INNER),
-        lt.WideLinearOp(lt.BufferRows(lt.B_WIDE, 32), last, 32),
+        lt.WideLinearOp(lt.BufferRows(lt.B_PROJECTED, 32), last, 32),
     ]
     program.run(2)
     rows = wide_product("int4", x, way_in, parts * inner) + bias

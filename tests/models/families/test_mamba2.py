@@ -28,7 +28,7 @@ def test_granites_mixer_has_the_published_sizes():
     spec = state_spec(mixer)
     assert (spec.tail_bytes, spec.nbytes - spec.tail_bytes) == (39 << 10, 1536 << 10)
     sizes = MixerSizes.of(mixer)
-    assert (sizes.wide, sizes.gates, sizes.mixed, sizes.key) == (
+    assert (sizes.projected, sizes.gates, sizes.mixed, sizes.key) == (
         3328 + 3072 + 48,
         3328 + 3072,
         3072,

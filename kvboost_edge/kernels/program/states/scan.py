@@ -107,10 +107,10 @@ def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
     heads = op.heads.heads
     is_ssd = op.heads.rule == _SSD
     source = row_at(job, op.gates, token)
-    wide_at = source if is_ssd else source + 4 * heads
+    times = source if is_ssd else source + 4 * heads
     out = gates_at(job, op.heads) + 8 * token
     for head in range(heads):
-        first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))
+        first = softplus_f32(load_f32(times + 4 * head) + load_f32(op.dt_bias + 4 * head))
         if is_ssd and first < op.least:  # min() and max() could drop a NaN
             first = op.least
         if is_ssd and first > op.most:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost_edge.kernels.integers import has_wide_registers, int_constant
+from kvboost_edge.kernels.integers import has_512_bit_registers, int_constant
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.vectors import F32, I64, LANES, V16, emit_load, emit_splat
@@ -36,7 +36,7 @@ MOST_KEYS = 256
 Their 16 KB stay in the L1 cache.
 """
 
-_MOST = 2 if has_wide_registers() else 1
+_MOST = 2 if has_512_bit_registers() else 1
 
 Value = Any
 Builder = Any
