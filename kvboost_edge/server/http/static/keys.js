@@ -18,7 +18,8 @@ export function listenToKeys(palette) {
   const actions = { k: () => palette.toggle(), "/": showShortcuts };
   document.addEventListener("keydown", (event) => {
     const action = actions[event.key.toLowerCase()];
-    if (action === undefined || !(event.ctrlKey || event.metaKey) || event.altKey || event.shiftKey || isComposing(event)) return;
+    if (action === undefined || !(event.ctrlKey || event.metaKey) || event.altKey || isComposing(event)) return;
+    if (event.shiftKey && event.key !== "/") return; // many keyboards have the slash on Shift+7
     event.preventDefault(); // the browser's own use of these keys
     action();
   });

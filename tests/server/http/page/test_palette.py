@@ -188,6 +188,18 @@ def test_the_help_lists_the_shortcuts(page):
 
 
 @pytest.mark.full
+def test_a_slash_that_needs_shift_opens_the_help(page):
+    press = (
+        "(key) => document.dispatchEvent(new KeyboardEvent('keydown', "
+        "{key, ctrlKey: true, shiftKey: true, cancelable: true}))"
+    )
+    assert page.evaluate(press, "K")  # left to the browser
+    page.expects("#palette").to_be_hidden()
+    assert not page.evaluate(press, "/")
+    page.expects("#shortcuts").to_be_visible()
+
+
+@pytest.mark.full
 def test_the_palette_fits_a_phone(stand_in):
     page = stand_in(viewport={"width": 320, "height": 480})
     page.serve("**/v1/models", {"data": [{"id": "a"}, {"id": "n" * 300}]})
