@@ -12,8 +12,10 @@ Everything is measured over HTTP, with each server in a separate process:
     - with a redis-server, the time to first token of a prompt that only other replicas have seen,
       relative to computing it (bar 0.2), with the server's own breakdown in milliseconds
 
-The bundled model computes 6,000 tokens per second, so reading does not pay off. The last bar is for
-larger models (`--shape`). Times on a busy machine mean little.
+`--quick` sends fewer requests, for a run of under 5 minutes. One engine and the replicas are
+measured one after another, and each once. The bundled model computes 6,000 tokens per second, so
+reading does not pay off. The last bar is for larger models (`--shape`). Times on a busy machine
+mean little.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import json
 import os
 import random
 import re
@@ -40,6 +41,7 @@ import httpx
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from benchmarks import harness
 from benchmarks.data.random_model import write_gguf
 from benchmarks.data.shapes import SHAPES
 
@@ -185,12 +187,7 @@ def _median(values: Iterable[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="send fewer requests, for a run of under 5 minutes"
-    )
+    parser = harness.parser(__doc__ or "")
     parser.add_argument("--only", choices=["overhead", "redis"], help="measure only this part")
     parser.add_argument(
         "--shape",
@@ -203,8 +200,7 @@ def main() -> None:
         default=1,
         help="threads of each replica, for prompts read from Redis",
     )
-    parser.add_argument("--out", type=Path, help="file to write the figures to as JSON")
-    options = parser.parse_args()
+    options: argparse.Namespace = parser.parse_args()
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         model: tuple[str, ...] = ()
@@ -220,9 +216,8 @@ def main() -> None:
         url = stack.enter_context(redis_server()) if options.only != "overhead" else None
         if url is not None:
             figures |= restored(url, 4 if options.quick else 12, model, options.threads)
-    print(json.dumps(figures, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+    rows = [{"figure": name, "value": value} for name, value in figures.items()]
+    harness.report("bench_replicas", rows, options=options)
 
 
 def beside_one_engine(is_quick: bool, model: Sequence[str]) -> dict[str, Any]:
