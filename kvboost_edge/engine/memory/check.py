@@ -42,6 +42,7 @@ from kvboost_edge.engine.memory.state_budget import (
 )
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.host.memory import process_rss
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
@@ -320,7 +321,8 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     """Return the memory that a model would use if it were loaded now.
 
     A model on a hub is downloaded but not loaded. Errors are those of loading the model, except
-    that a lack of memory is not an error.
+    that a lack of memory is not an error. An MTP head is included if the model fits with it once
+    other models of this process are unloaded.
     """
     checkpoint = open_checkpoint(find_model(path_or_id, config), config)
     selected = select_path(checkpoint, config)
@@ -328,7 +330,13 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     draft = plan_draft(checkpoint, selected, config)
     available = available_on(device)
     summary = checkpoint.summary()
-    fit = plan_draft_fit(checkpoint, config, selected, summary, available, draft).fit
+    fit, _, dropped = plan_draft_fit(checkpoint, config, selected, summary, available, draft)
+    if dropped:
+        room = available + process_rss()
+        roomy = plan_draft_fit(checkpoint, config, selected, summary, room, draft)
+        if not roomy.dropped:
+            overhead = roomy.fit.overhead
+            fit = plan_fit(checkpoint, config, selected, summary, available, overhead, draft)
     return PlannedMemory(fit.needed, device, bool(fit.info.kv_spec.states))
 
 

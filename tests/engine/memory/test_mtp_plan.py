@@ -205,8 +205,12 @@ def test_an_engine_starts_without_a_head_that_does_not_fit(path, speculation, mo
     block = draft.info.kv_spec.bytes_per_block
     assert len(warned) == 1
     assert f"{gb(draft.info.weight_bytes)} of the weights and {block} bytes of each" in warned[0]
-    without = EngineConfig(**options, mtp="off")
-    assert planned_memory(path, config).nbytes == planned_memory(path, without).nbytes
+    without = planned_memory(path, EngineConfig(**options, mtp="off")).nbytes
+    monkeypatch.setattr(check, "process_rss", lambda: 0)
+    assert planned_memory(path, config).nbytes == without
+    monkeypatch.setattr(check, "process_rss", lambda: GB)  # other models, which can be unloaded
+    head = draft.info.weight_bytes + 40 * block
+    assert without + head <= planned_memory(path, config).nbytes < without + 2 * head
     monkeypatch.setattr(build, "available_on", lambda device: least - 1)
     with pytest.raises(CapacityError):
         CPUPagedEngine.from_pretrained(path, **options)
