@@ -170,7 +170,7 @@ export class Chat {
   #putBack(turn, step, failure) {
     this.#view.takeLast();
     const part = this.#view.begin(step, () => {});
-    part.restore(failure);
+    part.restore(noteOf(step), failure);
     this.#view.mark(step.state);
     this.#conclude(turn, step, part);
   }
@@ -194,9 +194,8 @@ export class Chat {
       if (error.status === 404) this.#connection.refreshModels(); // the server has been started with another model
     }
     step.finish = arrived.finish;
-    const note = step.state === "stopped" ? "stopped" : (NOTES[step.finish] ?? "");
     const why = arrived.requestId === "" ? null : () => this.#connection.showRequest(arrived.requestId);
-    part.finish(figuresLine(summarize(arrived), note, why), failure);
+    part.finish(figuresLine(summarize(arrived), failure === null ? noteOf(step) : "", why), failure);
     this.#say(spoken(step, failure, arrived));
     return failure;
   }
@@ -301,7 +300,7 @@ export class Chat {
     if (turn.steps.length === 0) beginStep(turn).state = "stopped";
     for (const step of turn.steps) {
       const part = this.#view.begin(step, () => {});
-      part.restore();
+      part.restore(noteOf(step));
       this.#view.mark(step.state);
       if (turn === this.#conversation.turns.at(-1) && step === turn.steps.at(-1)) this.#conclude(turn, step, part);
     }
@@ -383,6 +382,9 @@ export class Chat {
     this.#prompt.style.height = `${Math.min(this.#prompt.scrollHeight + 2, 240)}px`;
   }
 }
+
+/** Why an answer is not complete, or "". */
+const noteOf = ({ state, finish }) => (["stopped", "failed"].includes(state) ? state : (NOTES[finish] ?? ""));
 
 const startedClock = () => ({ sent: performance.now(), first: null, last: null });
 

@@ -93,14 +93,14 @@ class StepView {
     if (failure !== null) this.root.append(errorBox(failure));
   }
 
-  /** Shows a whole step that has ended. `failure`: an error to show below it, or null. */
-  restore(failure = null) {
+  /** Shows a whole step that has ended. `note`: why it is not complete, or ""; `failure`: an error to show below it, or null. */
+  restore(note, failure = null) {
     if (this.#step.reasoning !== "") {
       this.#beginReasoning();
       this.#reasoning.end("Reasoning");
     }
     this.update();
-    this.finish(element("div"), failure);
+    this.finish(element("div", { class: "figures" }, note === "" ? null : element("span", { class: "flag", text: note })), failure);
   }
 
   /** Asks for the results of the calls: see ToolCallsView. */

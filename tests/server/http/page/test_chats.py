@@ -44,6 +44,12 @@ def delete(visit):
     visit.click("#confirm-action")
 
 
+def flags(visit):
+    """Return the flag of each answer, or ""."""
+    shown = "(all) => all.map((one) => one.querySelector('.flag')?.textContent ?? '')"
+    return visit.locator(".answer").evaluate_all(shown)
+
+
 def reload(visit):
     visit.reload()
     visit.locator("#chats option").first.wait_for(state="attached")
@@ -150,6 +156,29 @@ def test_an_answer_cut_by_a_reload_is_stored_as_stopped(stand_in):
     expect(chat.locator(".turn.stopped .answer-body")).to_have_text("Once upon")
     chat.expects("#send").to_be_visible()
     assert say(chat, "Go on", "a time", 1) == ["Tell me", "Once upon", "Go on"]
+
+
+@pytest.mark.full
+def test_an_incomplete_answer_is_marked_after_a_reload(stand_in):
+    chat = stand_in()
+    chat.begin("One")
+    chat.deltas({"content": "Long"})
+    chat.end("length")
+    chat.ask("Two")
+    chat.asked(2)
+    chat.deltas({"content": "Half"})
+    chat.fail("broken")
+    chat.answer("failed")
+    assert say(chat, "Three", "Whole", 3)[-1] == "Three"
+    chat.ask("Four")
+    chat.asked(4)
+    chat.deltas({"content": "Once upon"})
+    chat.until("document.querySelector('.turn:last-child .answer-body').textContent !== ''")
+    chat.click("#stop")
+    chat.answer("stopped")
+    assert flags(chat) == ["stopped at max tokens", "", "", "stopped"]  # the second has an error
+    reload(chat)
+    assert flags(chat) == ["stopped at max tokens", "failed", "", "stopped"]
 
 
 @pytest.mark.full
