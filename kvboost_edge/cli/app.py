@@ -852,8 +852,9 @@ def evaluate(
         typer.Option(
             "--prefill",
             metavar="KIND",
-            help="Prefill to compare with, same as --against prefill=KIND. Only windows of more "
-            "than 8,336 tokens can differ. Default: no comparison.",
+            help="Prefill to compare with, same as --against prefill=KIND. Shorter prompts are "
+            "always exact, so --window and the text must have more than 8,336 tokens. Default: no "
+            "comparison.",
         ),
     ] = None,
     kv_cache_bits: KVBitsOption = None,

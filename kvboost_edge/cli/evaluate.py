@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from kvboost_edge import shareable
 from kvboost_edge.cli.console import open_console, piped_text, text_column
 from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
@@ -53,6 +54,7 @@ def run_eval(
     with loaded_engine(model, options, notes) as engine:
         ids = engine.tokenizer.encode(text)
         size = min(512, engine.runner_info.max_context) if window is None else window
+        _check_prefill(options, others, min(size, len(ids)) - 1)
         num_leading = len(engine.tokenizer.leading_ids)
         scores: list[tuple[str, TextScore]] = []
         if not others:
@@ -88,6 +90,25 @@ def run_eval(
         )
     else:
         _show(scores, form)
+
+
+def _check_prefill(
+    options: dict[str, Any], others: Sequence[tuple[str, dict[str, Any]]], longest: int
+) -> None:
+    """Check that prompts of at most `longest` tokens can show the effect of sparse prefill."""
+    own = EngineConfig.from_options(**options)
+    for text, changed in others:
+        other = EngineConfig.from_options(**changed)
+        if own.prefill == other.prefill:
+            continue
+        size = (own if own.prefill == "sparse" else other).block_size
+        if shareable.sparse_end(longest, size) == shareable.FIRST_POSITION:
+            least = shareable.FIRST_POSITION + shareable.DENSE_TAIL + size
+            raise ConfigError(
+                f"--against {text} would show no effect of sparse prefill: the longest prompt has "
+                f"{longest:,} tokens, and those of fewer than {least:,} are computed exactly; give "
+                "a larger --window, and a text that is as long"
+            )
 
 
 def parse_against(text: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from helpers.models.tiny_checkpoints import BOS_ID
+from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge import shareable
 from kvboost_edge.cli.evaluate import parse_against
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
@@ -161,6 +163,25 @@ def test_eval_prints_a_table_and_json(tiny_model_dir, tmp_path, printed, answere
     assert scores[0]["perplexity"] == scores[1]["perplexity"]
     assert 0 < scores[0]["difference"]["mean_kl"] <= scores[0]["difference"]["max_kl"]
     assert answered(*argv)["scores"][0]["difference"] is None
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory):
+    """Directory of a tiny model with a context of 1,024 tokens."""
+    return save_tiny_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024)
+
+
+def test_eval_measures_sparse_prefill_only_where_it_applies(
+    long_model, tmp_path, answered, refused, monkeypatch
+):
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 512)
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"{number} is a number. " for number in range(50)), encoding="utf-8")
+    argv = ["eval", file, "-m", long_model, *SMALL, "-o", "runner=native", "--prefill", "sparse"]
+    (score,) = answered(*argv, "--window", "1000")["scores"]
+    assert score["difference"]["mean_kl"] > 0
+    for window in ([], ["--window", "656"]):
+        assert "the longest prompt has" in refused(*argv, *window)
 
 
 @pytest.mark.parametrize(

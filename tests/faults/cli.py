@@ -169,4 +169,11 @@ FAULTS = (
         "quiet=quiet, markup=True,",
         "tests/cli/test_console.py::test_commands_show_paths_without_markup",
     ),
+    fault(
+        "compares sparse prefill on prompts that are computed exactly",
+        "cli/evaluate.py",
+        "if shareable.sparse_end(longest, size) == shareable.FIRST_POSITION:",
+        "if longest < 0:",
+        "tests/cli/test_eval.py",
+    ),
 )
