@@ -380,6 +380,7 @@ export class Chat {
     save("draft", text);
     this.#prompt.style.height = "auto";
     this.#prompt.style.height = `${Math.min(this.#prompt.scrollHeight + 2, 240)}px`;
+    this.#followEnd(); // a higher field covers the end of the log
   }
 }
 

@@ -277,6 +277,27 @@ def test_an_answer_is_kept_until_a_new_one_begins(stand_in, end):
 
 
 @pytest.mark.full
+def test_the_end_of_the_chat_stays_in_view_above_a_long_message(stand_in):
+    chat = stand_in()
+    say(chat, "Apples\n" * 9, "Red\n\n" * 40, 1)
+    hidden = (
+        "((log) => log.scrollHeight - log.scrollTop - log.clientHeight)"
+        "(document.getElementById('log'))"
+    )
+    assert chat.evaluate(hidden) < 2
+    chat.fill("#prompt", "Pears\n" * 9)
+    assert chat.evaluate(hidden) < 2
+    chat.fill("#prompt", "")
+    chat.button("Edit the last message").click()
+    assert chat.evaluate(hidden) < 2
+    chat.locator("#log").evaluate("(log) => { log.scrollTop = 0; }")
+    chat.until(f"{hidden} > 99")
+    chat.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+    chat.fill("#prompt", "Pears")
+    assert chat.evaluate("document.getElementById('log').scrollTop") == 0
+
+
+@pytest.mark.full
 def test_an_edit_continues_while_the_answer_is_regenerated(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
