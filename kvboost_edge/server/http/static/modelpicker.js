@@ -18,7 +18,7 @@ export function remark({ state, failure }) {
 export class ModelPicker {
   #models;
   #key;
-  #error = ""; // why a model could not be loaded, if the server's list does not say it
+  #failed = { id: "", error: "" }; // why a model could not be loaded, if the server's list does not say it
   #bar = new Bar("Loading the model");
 
   /** `models`: Models. `key()`: the API key. */
@@ -39,21 +39,21 @@ export class ModelPicker {
     try {
       await loading;
     } catch (error) {
-      this.#error = error.detail || error.message;
+      this.#failed = { id, error: error.detail || error.message };
     }
     this.#models.hurry();
   }
 
   #show(isOther) {
     const { all, chosen, problem } = this.#models;
-    if (isOther) this.#error = "";
+    if (isOther) this.#failed = { id: "", error: "" };
     byId("model").textContent = chosen?.id ?? (problem || "connecting…");
     byId("model").classList.toggle("warn", chosen === null && problem !== "");
     byId("model-field").hidden = all.length < 2;
     document.body.classList.toggle("several", all.length > 1); // then rows of requests name theirs
     if (chosen === null) return;
     this.#showChoice(all, chosen.id);
-    setText(byId("model-remark"), chosen.failure === "" && this.#error !== "" ? this.#error : remark(chosen));
+    setText(byId("model-remark"), chosen.failure === "" && this.#failed.id === chosen.id ? this.#failed.error : remark(chosen));
     byId("model-load").hidden = chosen.state !== "not_loaded";
     this.#showProgress(chosen);
   }

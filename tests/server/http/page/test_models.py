@@ -133,6 +133,23 @@ def test_selecting_a_model_loads_it_with_progress(several):
 
 
 @pytest.mark.full
+def test_a_failed_load_is_not_reported_below_another_model(several):
+    page = several.page
+    page.visit.expected_failures = ("503",)
+    loads = []
+    page.route("**/api/generate", loads.append)
+    page.get_by_label("Model", exact=True).select_option(value=LARGE)
+    with page.expect_request("**/api/generate"):
+        page.button("Load now").click()
+    page.get_by_label("Model", exact=True).select_option(value=SMALL)
+    with page.expect_response("**/v1/models"):
+        loads[0].fulfill(status=503, json={"error": "the model does not fit"})
+    several.tells(model(SMALL), model(LARGE, "unloading"))
+    expect(page.locator("#model-choice option").last).to_contain_text("unloading")
+    page.expects("#model-remark").to_be_empty()
+
+
+@pytest.mark.full
 def test_a_failed_model_list_is_retried(stand_in):
     page = stand_in()
     page.visit.expected_failures = ("503",)
