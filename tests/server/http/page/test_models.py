@@ -137,7 +137,7 @@ def test_a_failed_load_is_not_reported_below_another_model(several):
     page = several.page
     page.visit.expected_failures = ("503",)
     loads = []
-    page.route("**/api/generate", loads.append)
+    page.route("**/api/generate", lambda route: loads.append(route))
     page.get_by_label("Model", exact=True).select_option(value=LARGE)
     with page.expect_request("**/api/generate"):
         page.button("Load now").click()
