@@ -20,6 +20,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
+from benchmarks.engine_parts import pass_costs
 from kvboost_edge import CPUPagedEngine, GenerationResult
 
 # None of them are among the recorded prompts of simulators/speculation.py.
@@ -101,13 +102,9 @@ def measure(
 
 def _pass_rows(engine: CPUPagedEngine) -> dict[str, list[float]]:
     """Return the engine's estimates of a pass of 1 to 8 rows in ms, of both models."""
-    planner = engine._core.scheduler.speculation
-    costs = {"model": planner.costs}
-    if planner._models is not None:
-        costs["draft model"] = planner._models.costs
     return {
         name: [round(1e3 * of.seconds(count, 0.0), 1) for count in range(1, 9)]
-        for name, of in costs.items()
+        for name, of in pass_costs(engine).items()
     }
 
 

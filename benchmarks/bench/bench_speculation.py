@@ -36,6 +36,7 @@ from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from benchmarks.data.speculation_tasks import TASKS, Task
+from benchmarks.engine_parts import runner_of
 from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.spec_decode import model_drafts
@@ -69,7 +70,7 @@ class Bench:
         Nothing else is computed meanwhile. Hybrid models are left out, because the passes have no
         recurrent state.
         """
-        runner = self.engine._parts.runner
+        runner = runner_of(self.engine)
         if runner.info.kv_spec.states:
             return
         batches = {count: _batch(count, self.engine.config.block_size) for count in _ROWS}

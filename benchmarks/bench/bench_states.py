@@ -43,6 +43,7 @@ from benchmarks.data.hybrid_shapes import HYBRID_SHAPES, DenseTwin
 from benchmarks.data.mixture_shapes import MIXTURE_SHAPES
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import Shape
+from benchmarks.engine_parts import held_state_slots, runner_of
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.host.memory import process_peak
 
@@ -161,7 +162,7 @@ class States:
 
     def moved_gb(self) -> float:
         """Return the GB of weights and states that a step reads and writes."""
-        _, nbytes = runner_token_weights(self.engine._parts.runner)
+        _, nbytes = runner_token_weights(runner_of(self.engine))
         return (nbytes + 2 * self.engine.runner_info.kv_spec.bytes_per_state) / 1e9
 
     def median(self, what: str) -> float:
@@ -180,9 +181,7 @@ def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
 
     A request can then write its state but store no snapshot.
     """
-    assert engine._parts.manager.states is not None
-    slots = engine._parts.manager.states.slots
-    with engine._core.reading():
+    with held_state_slots(engine) as slots:
         own = slots.take()
         assert own is not None
         held = list(slots.snapshots().values())
@@ -191,7 +190,7 @@ def without_snapshots(engine: CPUPagedEngine) -> Iterator[None]:
         held += [slot for _ in slots.free_ids() if (slot := slots.take()) is not None]
         slots.release(own)
     yield
-    with engine._core.reading():
+    with held_state_slots(engine) as slots:
         for slot in held:
             slots.release(slot)
 

@@ -11,7 +11,6 @@ where tokens that the schema forces are drafted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import statistics
@@ -31,8 +30,8 @@ from benchmarks.data.given_answers import give_answers
 from benchmarks.data.large_vocabulary import made_tokenizer, made_words
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
+from benchmarks.engine_parts import with_tokenizer
 from kvboost_edge import CPUPagedEngine, EngineConfig, GenerationResult
-from kvboost_edge.engine.build import build_from_path
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.grammar.masks import GrammarConstraint
 from kvboost_edge.engine.request.requested_grammar import read_grammar
@@ -267,10 +266,7 @@ def main() -> None:
     kept_gguf(model, shape, chosen.quant)
     config = EngineConfig.from_options(num_blocks=128, num_threads=chosen.threads)
     tokenizer, end = made_tokenizer(shape.vocab - _SPECIAL)
-    parts = dataclasses.replace(
-        build_from_path(str(model), config), tokenizer=tokenizer, eos_token_ids=frozenset({end})
-    )
-    with CPUPagedEngine._built_by(lambda _: parts, config) as engine:
+    with with_tokenizer(str(model), config, tokenizer, end) as engine:
         compiler = GrammarCompiler(tokenizer, shape.vocab, frozenset({end}))
         bench = Bench(engine, compiler, chosen)
         bench.vocabulary()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench.plain_read import idle_read_gb_s, runner_token_weights
+from benchmarks.engine_parts import runner_of
 from kvboost_edge import CPUPagedEngine
 
 
@@ -107,7 +108,7 @@ class Engine:
 
     def read(self) -> dict[str, Any]:
         """Time a plain read of the weights that one token reads, with the engine's threads."""
-        address, nbytes = runner_token_weights(self.engine._parts.runner)
+        address, nbytes = runner_token_weights(runner_of(self.engine))
         return {"nbytes": nbytes, "gb_s": idle_read_gb_s(address, nbytes, self.num_threads)}
 
     def close(self) -> None:

@@ -35,13 +35,12 @@ sys.path.append(str(Path(__file__).parents[2]))
 from benchmarks.data import reuse_prompts
 from benchmarks.data.real_model import is_whole
 from benchmarks.data.reuse_prompts import Asked, Round
+from benchmarks.engine_parts import logits_with
 from benchmarks.harness import parser, report
-from kvboost_edge import CPUPagedEngine, SamplingParams
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.reuse.recompute import Repair
-from kvboost_edge.reuse.span_search import prepare_search
 
 __all__ = ["RULES", "Answered", "ask_round", "row_of"]
 
@@ -179,21 +178,11 @@ def _logits(
 ) -> tuple[Floats, tuple[int, int, int]]:
     """Return the logits of the last tokens, and how much of the prompt was cached.
 
-    The public API rejects logits that are not exact, so the request is changed internally.
-
     Returns:
         Logits [count, vocab], and the number of tokens that were cached exactly, reused at another
             position, and recomputed.
     """
-    request = engine._builder.make(
-        tokens, Terms(cache_salt=salt), SamplingParams(), logits_start=len(tokens) - count
-    )
-    if repair is not None:
-        prepare_search()
-        terms = dataclasses.replace(request.terms, mode=GenerationMode.CHUNK_KV_REUSE)
-        request = dataclasses.replace(request, terms=terms, repair=repair)
-    handle, rows = engine._core.submit_logits(request)
-    result = handle.result()
+    rows, result = logits_with(engine, tokens, len(tokens) - count, salt, repair)
     return np.concatenate(rows), (
         result.exact_cached_tokens,
         result.reused_span_tokens,
