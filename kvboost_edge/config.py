@@ -102,7 +102,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "generation_config": ("model", "none"),
 }
 # Options that make all answers of an engine approximate: (option, value, label).
-_APPROXIMATIONS = (
+_APPROXIMATE_OPTIONS = (
     ("arithmetic", "wide", "wide_arithmetic"),
     ("prefill", "sparse", "sparse_prefill"),
 )
@@ -713,7 +713,7 @@ class EngineConfig:
     def approximations(self) -> tuple[str, ...]:
         """Labels of the options that make all answers approximate, such as "wide_arithmetic"."""
         return tuple(
-            label for name, value, label in _APPROXIMATIONS if getattr(self, name) == value
+            label for name, value, label in _APPROXIMATE_OPTIONS if getattr(self, name) == value
         )
 
     @property

@@ -227,7 +227,7 @@ class SamplingValues(_Response):
     repetition_penalty: float
 
 
-_APPROXIMATIONS = (
+_APPROXIMATIONS_DESCRIPTION = (
     "Options that make answers approximate: wide_arithmetic for --arithmetic wide, sparse_prefill "
     "for --prefill sparse"
 )
@@ -260,7 +260,7 @@ class Model(_Response):
     ]
     approximations: Annotated[
         list[str] | None,
-        Field(description=f"{_APPROXIMATIONS}, which applies to long prompts only."),
+        Field(description=f"{_APPROXIMATIONS_DESCRIPTION}, which applies to long prompts only."),
     ]
     meta: ModelMeta | None
     state: Phase
@@ -388,7 +388,7 @@ class Costs(_Response):
         ),
     ]
     approximations: Annotated[
-        list[str], Field(description=f"{_APPROXIMATIONS} if the prompt is long enough.")
+        list[str], Field(description=f"{_APPROXIMATIONS_DESCRIPTION} if the prompt is long enough.")
     ]
     reused_span_tokens: Annotated[
         int, Field(description="Number of prompt tokens reused at other positions.")
@@ -655,7 +655,7 @@ class Labels(_Response):
 
     approximate: Annotated[bool, Field(description="True if approximations is not empty.")]
     approximations: Annotated[
-        list[str], Field(description=f"{_APPROXIMATIONS} if the input is long enough.")
+        list[str], Field(description=f"{_APPROXIMATIONS_DESCRIPTION} if the input is long enough.")
     ]
 
 
