@@ -209,6 +209,22 @@ async def test_the_oldest_extra_texts_are_dropped_if_they_do_not_fit(app, writer
     assert (answer.status_code, "at most 1048576" in answer.text) == (400, True)
 
 
+async def test_extra_texts_leave_room_for_an_answer_without_n_predict(app, writer):
+    body = {"input_prefix": "x" * 3000, "input_suffix": "", "temperature": 0}
+
+    async def answer(size):
+        extra = [{"text": "a" * size, "filename": "a"}]
+        answer = await app.post("/infill", json={**body, "input_extra": extra})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    size = 100 + 8000 - (await answer(100))["tokens_evaluated"]
+    assert (await answer(size - 1))["tokens_evaluated"] == 7999
+    full = await answer(size)  # the text fills the context and is left out
+    assert full["tokens_evaluated"] == 8000 - size - len("Fa\n")
+    assert full["kvboost"]["dropped_messages"] == 1
+
+
 @pytest.mark.parametrize("path", ["/infill", "/completion"])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.some(3)

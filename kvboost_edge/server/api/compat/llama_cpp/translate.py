@@ -132,7 +132,7 @@ class RenderedInfill(RenderedPieces):
         context = self.state.usable_context
         # The room is the same while the user types, because otherwise the cached prefix changes.
         taken = len(head) + max(len(local), min(_LOCAL, context // 2))
-        room = context - taken - (self.body.max_tokens or 0)
+        room = context - taken - max(1, self.body.max_tokens or 0)
         kept: list[list[int]] = []
         for pieces in reversed(self._extra):
             ids = _plain_ids(tokenizer, pieces, "input_extra")
