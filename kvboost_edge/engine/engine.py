@@ -44,6 +44,7 @@ from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.engine.thinking import ReasoningFields
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.host.memory import Region
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.prompt_groups import group_by_prefix
 from kvboost_edge.models.locate import BUNDLED_MODEL
@@ -272,6 +273,15 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def runner_info(self) -> RunnerInfo:
         """Constants of the loaded model, such as architecture, dtype and context."""
         return self._parts.runner.info
+
+    @property
+    def weight_regions(self) -> tuple[Region, Region]:
+        """Memory regions of the weights and of the draft weights, empty if unknown or absent."""
+        drafter = self._parts.drafter
+        return (
+            self._parts.runner.info.weight_region,
+            Region(0, 0) if drafter is None else drafter.runner.info.weight_region,
+        )
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

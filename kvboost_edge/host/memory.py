@@ -22,6 +22,7 @@ __all__ = [
     "available_bytes",
     "give_back",
     "give_back_growth",
+    "mapped_file",
     "paused_garbage_collection",
     "process_peak",
     "process_rss",
@@ -188,6 +189,20 @@ def give_back() -> None:
             library.madvise(
                 ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), _MADV_DONTNEED
             )
+
+
+def mapped_file(address: int) -> str:
+    """Return an identity of the file whose mapping contains an address.
+
+    Processes of a machine that map the same file share its pages in memory. The identity is "" if
+    the address belongs to no file, or the system does not tell.
+    """
+    for line in _lines_of("/proc/self/maps"):
+        bounds, _, _, device, inode = line.split(None, 5)[:5]
+        start, end = (int(number, 16) for number in bounds.split("-"))
+        if start <= address < end:
+            return "" if inode == "0" else f"{device}:{inode}"
+    return ""
 
 
 def _unwritten_code(name: str) -> list[Region]:

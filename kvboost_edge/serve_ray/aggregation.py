@@ -14,6 +14,7 @@ _SAME = ("block_size", "bytes_per_block", "draft_vocabulary", "max_draft_tokens"
 _COUNTS = ("state_snapshots", "step_counts", "drafts")  # dictionaries of counts
 _SIZES = ("blocks", "bytes", "max_bytes")  # of the content of a store
 _CACHE_SIZES = ("chunks", "memory_mb", "budget_mb")  # the same in `cache_stats`
+_WEIGHTS = ("weight_bytes", "draft_weight_bytes")  # may be files that replicas share
 _ONE_WRITER = ("disk",)  # Of the replicas that share a store, only its owner writes.
 
 
@@ -21,8 +22,8 @@ def summed_paged(figures: Sequence[ReplicaFigures]) -> dict[str, Any]:
     """Aggregate the `paged_stats` of several replicas.
 
     Counts are summed, ratios are recomputed, and `draft_failed` is true if it is true in any
-    replica. Other values are those of the first replica. The sizes of a tier that several replicas
-    share count once.
+    replica. Other values are those of the first replica. The sizes of a tier, and of a file of
+    weights in memory, that several replicas share count once.
     """
     stats = [one.paged for one in figures]
     summed: dict[str, Any] = dict(stats[0])
@@ -31,6 +32,10 @@ def summed_paged(figures: Sequence[ReplicaFigures]) -> dict[str, Any]:
             summed[name] = sum(one[name] for one in stats)
     for name in _COUNTS:
         summed[name] = _summed([one[name] for one in stats])
+    for name in _WEIGHTS:
+        summed[name] = _once_per_store(
+            (one.weights.get(name, one.replica), one.paged[name]) for one in figures
+        )
     summed["draft_failed"] = any(one["draft_failed"] for one in stats)
     summed["cache_utilization"] = summed["occupied_blocks"] / summed["num_blocks"]
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]

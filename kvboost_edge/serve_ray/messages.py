@@ -199,6 +199,8 @@ class ReplicaFigures:
         num_waiting: Number of waiting sequences.
         waiting_tokens: Tokens of the waiting sequences.
         stores: Identity of the storage of each tier. Replicas that share it have equal identities.
+        weights: Identity of the memory of weights, by the name of the figure in `paged` that gives
+            its size. Memory that no other replica can share has none.
     """
 
     replica: str
@@ -208,6 +210,7 @@ class ReplicaFigures:
     num_waiting: int
     waiting_tokens: int
     stores: dict[str, str]
+    weights: dict[str, str]
 
 
 class ReplicaUpdate(NamedTuple):

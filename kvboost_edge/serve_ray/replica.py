@@ -18,9 +18,9 @@ from kvboost_edge.engine.handle import Handles, RequestHandle
 from kvboost_edge.engine.request.request import RequestArrival
 from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
-from kvboost_edge.host.memory import Region, available_bytes
+from kvboost_edge.host.memory import Region, available_bytes, mapped_file
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
-from kvboost_edge.serve_ray.machine import directory_id
+from kvboost_edge.serve_ray.machine import directory_id, machine_id
 from kvboost_edge.serve_ray.messages import (
     CallOutcome,
     Came,
@@ -393,8 +393,13 @@ class EngineReplica:
 
     async def _figures(self) -> ReplicaFigures:
         engine = self._engine
-        paged, cache, stores = await asyncio.to_thread(
-            lambda: (engine.paged_stats(), engine.cache_stats(), _stores_of(engine.config))
+        paged, cache, stores, weights = await asyncio.to_thread(
+            lambda: (
+                engine.paged_stats(),
+                engine.cache_stats(),
+                _stores_of(engine.config),
+                _weights_of(engine),
+            )
         )
         return ReplicaFigures(
             self.name,
@@ -404,6 +409,7 @@ class EngineReplica:
             engine.num_waiting(),
             engine.waiting_tokens(),
             stores,
+            weights,
         )
 
     async def _block_states(self, limit: int) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -457,6 +463,17 @@ def _stores_of(config: EngineConfig) -> dict[str, str]:
     if config.disk_cache_dir is not None:
         stores["disk"] = directory_id(config.disk_cache_dir)
     return stores
+
+
+def _weights_of(engine: CPUPagedEngine) -> dict[str, str]:
+    """Return the identity of the memory of each kind of weights, see `ReplicaFigures`."""
+    names = ("weight_bytes", "draft_weight_bytes")
+    found = {
+        name: mapped_file(region.address)
+        for name, region in zip(names, engine.weight_regions, strict=True)
+        if region.nbytes
+    }
+    return {name: f"{machine_id()}:{file}" for name, file in found.items() if file}
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:

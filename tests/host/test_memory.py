@@ -15,6 +15,7 @@ from kvboost_edge.host import memory
 from kvboost_edge.host.memory import (
     Region,
     give_back_growth,
+    mapped_file,
     paused_garbage_collection,
     process_rss,
     resident_bytes,
@@ -56,6 +57,23 @@ def test_a_mapped_file_counts_its_read_pages(tmp_path):
     assert before < pages.nbytes // 2
     assert not pages.any()
     assert resident_bytes([_region(pages)]) == pages.nbytes
+
+
+@linux
+def test_mappings_of_a_file_have_its_identity(tmp_path):
+    def mapped(path):
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(10_000))
+    maps = [mapped(tmp_path / name) for name in "aab"]
+    addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
+    first, again, other = map(mapped_file, addresses)
+    assert first == again == mapped_file(addresses[0] + 9_999) != other
+    assert first.endswith(f":{(tmp_path / 'a').stat().st_ino}")
+    memory = np.zeros(1 << 24, np.uint8)
+    assert mapped_file(memory.ctypes.data) == mapped_file(0) == ""
 
 
 def test_resident_bytes_are_none_if_unknown(monkeypatch):

@@ -4,12 +4,13 @@ from kvboost_edge.serve_ray.aggregation import summed_cache, summed_paged
 from kvboost_edge.serve_ray.messages import ReplicaFigures
 
 
-def figures(*paged, cache=(), stores=()):
+def figures(*paged, cache=(), stores=(), weights=()):
     """Return the figures of replicas with these results of `paged_stats`."""
     cached = cache or [{}] * len(paged)
     shared = stores or [{}] * len(paged)
+    mapped = weights or [{}] * len(paged)
     return [
-        ReplicaFigures(str(number), one, cached[number], 0, 0, 0, shared[number])
+        ReplicaFigures(str(number), one, cached[number], 0, 0, 0, shared[number], mapped[number])
         for number, one in enumerate(paged)
     ]
 
@@ -26,6 +27,8 @@ def replica(used, **snapshots):
         "step_counts": {"0.1": used, "+Inf": used + 1},
         "drafts": {},
         "draft_failed": False,
+        "weight_bytes": 700,
+        "draft_weight_bytes": 30,
         "tiers": {},
     }
 
@@ -46,6 +49,14 @@ def test_snapshots_and_steps_are_summed_by_name():
         0.4,
     )
     assert (summed["occupied_blocks"], summed["cache_utilization"]) == (21, 0.7)
+
+
+def test_weights_that_replicas_share_count_once():
+    first, second = {"weight_bytes": "m1:8:5"}, {"weight_bytes": "m2:8:5"}
+    summed = summed_paged(
+        figures(*[replica(1)] * 4, weights=[first, second, {}, first | {"draft_weight_bytes": "x"}])
+    )
+    assert (summed["weight_bytes"], summed["draft_weight_bytes"]) == (3 * 700, 4 * 30)
 
 
 def test_replicas_without_states_have_no_snapshots():

@@ -169,6 +169,18 @@ def test_disk_blocks_are_published_and_their_reads_measured(open_replica):
     router.check()
 
 
+def test_replicas_share_the_weights_of_a_packed_file_only(isolated_cache):
+    def weights_of(pack_cache):
+        options = ReplicaOptions("kvboost-edge/demo", {**OPTIONS, "pack_cache": pack_cache})
+        with contextlib.closing(EngineReplica(options, "a")) as replica:
+            return asyncio.run(replica._figures()).weights
+
+    first, second, alone = (weights_of(pack_cache) for pack_cache in (True, True, False))
+    assert first == second
+    assert list(first) == ["weight_bytes"]
+    assert alone.get("weight_bytes") != first["weight_bytes"]
+
+
 def test_a_model_without_states_publishes_only_block_keys(open_replica):
     replica = open_replica("a")
     hashes, chain = chain_of(replica, PROMPT)

@@ -78,7 +78,7 @@ def _answer(name, method):
             name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None
         )
     if method == "figures":
-        return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3, {})
+        return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3, {}, {})
     return [ord(name)], [(1, 2, 3)]
 
 
