@@ -4,9 +4,9 @@
     python benchmarks/bench/bench_long.py --shapes 4b --kv 16 8 8,4 4
     python benchmarks/bench/bench_long.py --peers --lengths 2048 8192
 
-The default measures prefills of a random model, layer by layer: linear layers, attention and KV
-writes. Attention over quantized KV is divided in the proportions of its steps, which are measured
-alone on data in the first-level cache:
+The default measures prefills of a random model, each once, layer by layer: linear layers, attention
+and KV writes, in seconds. Attention over quantized KV is divided in the proportions of its steps,
+which are measured alone on data in the first-level cache:
 
     fold      key scales folded into queries
     scores    queries times keys

@@ -9,7 +9,8 @@ The random model cannot answer, so each step's token is taken from a given answe
 logits. The computation and its time are the same. The real model answers by itself, greedily. One
 engine answers each task with and without drafts in turn, each time with an empty cache. The ratio
 is that of the time after the first token, for each round. "together" means eight free chats at
-once. First, the cost of a pass is measured by its rows, relative to one row.
+once, whose ratio is that of the whole time, with the prompts. First, the cost of a pass is measured
+by its rows, relative to one row.
 
 A random multi-token prediction head cannot predict the answer either. With --acceptance, each of
 its draft tokens is the answer's with the given probability, by position in the draft.
