@@ -78,6 +78,12 @@ export async function readJsonFrom(path, key) {
   }
 }
 
+/** The value of `promise`; rejects when `signal` fires. */
+export function unlessAborted(signal, promise) {
+  const aborted = new Promise((_, reject) => { signal.addEventListener("abort", () => reject(signal.reason), { once: true }); });
+  return Promise.race([promise, aborted]);
+}
+
 /** The objects of a streamed chat completion; calls `begun(request id)` first. Rejects with ApiError. */
 export async function* streamChat(body, { key, signal, begun }) {
   const response = await request("/v1/chat/completions", { key, body, signal });

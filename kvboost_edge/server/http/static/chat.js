@@ -1,6 +1,6 @@
 /** The chat: turns, one running answer at a time, stop, edit, regenerate, and stored chats. */
 
-import { streamChat } from "/static/api.js";
+import { streamChat, unlessAborted } from "/static/api.js";
 import { asJson, asMarkdown, download, fileName } from "/static/chatexport.js";
 import { idOf, keepChat, keptChats, removeChat, titleOf } from "/static/chats.js";
 import { beginStep, Conversation, settle, takeCall, textOf } from "/static/conversation.js";
@@ -181,7 +181,7 @@ export class Chat {
     let failure = null;
     try {
       const options = { key: this.#settings.key, signal, begun: (id) => { arrived.requestId = id; } };
-      const body = await this.#body();
+      const body = this.#body(await unlessAborted(signal, this.#connection.model()));
       step.model = body.model;
       for await (const chunk of streamChat(body, options)) {
         if (chunk.prompt_progress) part.read(chunk.prompt_progress, (text) => this.#say(text));
@@ -223,9 +223,9 @@ export class Chat {
     this.#answer(turn, earlier);
   }
 
-  async #body() {
+  #body(model) {
     return {
-      model: await this.#connection.model(),
+      model,
       messages: this.#conversation.messages(this.#settings.system),
       ...this.#settings.check().values,
       ...this.#settings.cacheUse,

@@ -189,6 +189,16 @@ def test_a_message_reports_that_the_list_of_models_takes_too_long(stand_in):
 
 
 @pytest.mark.full
+def test_stop_does_not_wait_for_the_list_of_models(stand_in):
+    page = stand_in(prepare=lambda visit: visit.route("**/v1/models", lambda route: None))
+    page.evaluate("AbortSignal.timeout = () => new AbortController().signal")
+    page.ask("Hello")
+    page.click("#stop")
+    expect(page.answer("stopped").locator(".flag")).to_have_text("stopped")
+    assert page.evaluate("window.asked") == []
+
+
+@pytest.mark.full
 def test_a_single_unloaded_model_can_be_loaded_again(stand_in):
     answer = {"data": [model(SMALL, "not_loaded")]}
     page = stand_in(prepare=lambda visit: visit.serve("**/v1/models", answer))
