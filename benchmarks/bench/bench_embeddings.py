@@ -3,7 +3,8 @@
 Each engine is a separate process (peers/worker.py). In each round, all engines embed the same new
 texts in turn, and the figures are medians over rounds. llama.cpp runs with passes of 512 and of
 2,048 tokens, and the faster one counts. The table also has the cosine similarity of our vectors to
-llama.cpp's, as both use the same quantized weights.
+llama.cpp's, as both use the same quantized weights. Our peak memory includes a KV pool of 16,384
+tokens, llama.cpp's one of the size of a pass.
 
     python benchmarks/bench/bench_embeddings.py               # Qwen3-Embedding-0.6B shape, Q8_0
     python benchmarks/bench/bench_embeddings.py --quant Q4_0

@@ -15,8 +15,8 @@ so the quality gate is off. Each round uses new documents in one process:
     orders      8 concurrent requests with different orders: blocks in use relative to one order
     line        4,000 tokens with another first line, with the default strategy
 
-Then the other engines, in separate processes, compute the prompts of `none` and `line` completely,
-because they can reuse nothing. Ratios are relative to `cold`, for each round.
+Then the other engines, in separate processes, compute the first prompts of `none` and `line`
+completely and once, because they can reuse nothing. Ratios are relative to `cold`, for each round.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python openvino_load.py MODEL.gguf THREADS TOKENS CAPACITY < schedule.json
 
-The schedule has a list of [pause in seconds, prompt token ids] for each client. One thread steps
-the pipeline and keeps the clients' clocks. The last line of output is JSON with seconds and rss,
-and for each request first, gaps, total (in seconds) and tokens.
+Steps have at most 512 tokens and 16 requests. The schedule has a list of [pause in seconds, prompt
+token ids] for each client. One thread steps the pipeline and keeps the clients' clocks. The last
+line of output is JSON with seconds and rss, and for each request first, gaps, total (in seconds)
+and tokens.
 """
 
 from __future__ import annotations
