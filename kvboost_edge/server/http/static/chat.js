@@ -56,6 +56,8 @@ export class Chat {
     this.#offerExport();
     byId("chats").addEventListener("change", (event) => this.open(event.target.value));
     addEventListener("storage", (event) => this.#changedElsewhere(event));
+    // A phone may end a page in the background without another event.
+    document.addEventListener("visibilitychange", () => { if (document.visibilityState === "hidden" && this.#running !== null) this.#keep(); });
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
     this.open(load("chat"));
     this.#write(load("draft"));

@@ -159,6 +159,25 @@ def test_an_answer_cut_by_a_reload_is_stored_as_stopped(stand_in):
 
 
 @pytest.mark.full
+def test_a_page_that_is_hidden_stores_the_running_answer(stand_in):
+    chat = stand_in()
+    chat.begin("Tell me")
+    chat.deltas({"content": "Once upon"})
+    chat.until("document.querySelector('.answer-body').textContent === 'Once upon'")
+    chat.evaluate(
+        "Object.defineProperty(document, 'visibilityState', {configurable: true, value: 'hidden'});"
+        "document.dispatchEvent(new Event('visibilitychange'));"
+        "delete document.visibilityState;"
+    )
+    assert [step["answer"] for [turn] in kept_turns(chat) for step in turn["steps"]] == [
+        "Once upon"
+    ]
+    chat.deltas({"content": " a time"})
+    chat.end("stop")
+    expect(chat.locator(".answer-body")).to_have_text("Once upon a time")
+
+
+@pytest.mark.full
 def test_an_incomplete_answer_is_marked_after_a_reload(stand_in):
     chat = stand_in()
     chat.begin("One")
