@@ -46,6 +46,12 @@ def parsed(command, credentials):
     return parse_flags(flags, "server")
 
 
+def test_stopping_the_unit_signals_the_server_only():
+    """Ray's processes would end at SIGTERM too, and the server would wait a minute for them."""
+    unit = settings("kvboost-edge.service")
+    assert (unit["KillSignal"], unit["KillMode"]) == (["SIGTERM"], ["mixed"])
+
+
 def test_the_drop_in_for_a_team_completes_the_unit(tmp_path):
     page = FOLDER.parent / "how-to" / "serve-a-team.md"
     [block] = re.findall(r"^ *```ini\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S)
