@@ -1,6 +1,7 @@
 /** A growing answer: plain text, and fenced code as blocks. Text nodes only. */
 
 import { button, copy, element } from "/static/dom.js";
+import { beginning } from "/static/format.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
 const MAYBE_FENCE = /^ {0,3}(`+|~+)[^`]*$/;
@@ -67,7 +68,7 @@ export class AnswerView {
 
   #openCode(language) {
     const code = element("code");
-    const head = element("div", { class: "code-head" }, element("span", { text: language.slice(0, 40) || "code" }));
+    const head = element("div", { class: "code-head" }, element("span", { text: beginning(language, 40) || "code" }));
     head.append(button("Copy", (event) => copy(code.textContent, event.currentTarget), { class: "quiet small", "aria-label": "Copy code" }));
     this.#root.append(element("div", { class: "code" }, head, element("pre", { tabindex: "0" }, code)));
     this.#startBlock(code);

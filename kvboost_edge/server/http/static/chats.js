@@ -1,6 +1,7 @@
 /** Chats stored in this browser, each under its own key, so that tabs with different chats do not overwrite each other. */
 
 import { settle } from "/static/conversation.js";
+import { beginning } from "/static/format.js";
 
 const PREFIX = "chat:";
 const TITLE_LENGTH = 48;
@@ -24,7 +25,7 @@ export function keptChats() {
 export const idOf = (key) => (key?.startsWith(PREFIX) ? key.slice(PREFIX.length) : "");
 
 /** The title of a chat: the beginning of its first question. */
-export const titleOf = (turns) => turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
+export const titleOf = (turns) => beginning(turns[0].question.trim().replace(/\s+/g, " "), TITLE_LENGTH);
 
 /**
  * Stores a chat and returns whether that worked. Deletes the oldest others if there are too many or storage is full,

@@ -1,6 +1,7 @@
 /** Two texts side by side with their difference marked: text nodes in <del> and <ins>. */
 
 import { element } from "/static/dom.js";
+import { beginning } from "/static/format.js";
 
 const PIECES = /\s+|[\p{L}\p{N}_]+|[^]/gu;
 const MAX_PAIRS = 250_000; // limit of pairs of pieces to compare
@@ -62,7 +63,7 @@ function merged(found) {
 export function differenceInWords(found) {
   const first = found.find(([kind]) => kind === "other");
   if (first === undefined) return "";
-  const [before, now] = first.slice(1).map((text) => (text.length > LONGEST_SAID ? `${text.slice(0, LONGEST_SAID)}…` : text)).map(quoted);
+  const [before, now] = first.slice(1).map((text) => (text.length > LONGEST_SAID ? `${beginning(text, LONGEST_SAID)}…` : text)).map(quoted);
   if (before === "") return `${now} was added.`;
   if (now === "") return `${before} was removed.`;
   return `${before} changed to ${now}.`;

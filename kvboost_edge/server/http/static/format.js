@@ -22,6 +22,9 @@ export function bytes(value) {
   return `${size.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0)} ${unit}`;
 }
 
+/** The beginning of `text`, at most `length` characters, without half of the last one. */
+export const beginning = (text, length) => text.slice(0, length).replace(/[\ud800-\udbff]$/, "");
+
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
 /** Labels of options as words: ["wide_arithmetic"] becomes ["wide arithmetic"]. */

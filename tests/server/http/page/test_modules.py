@@ -295,6 +295,16 @@ def test_span_reuse_is_shown_as_text_and_in_the_meter(modules):
     ]
 
 
+def test_texts_are_cut_between_characters(modules):
+    text = "a" * 47 + "😀 and more"
+    cut = "return argument.map((length) => it.beginning('ab😀', length));"
+    assert modules.module("format", cut, [1, 2, 3, 4, 5]) == ["a", "ab", "ab", "ab😀", "ab😀"]
+    titles = "return it.titleOf([{question: argument}]);"
+    assert modules.module("chats", titles, text) == "a" * 47
+    words = "return it.differenceInWords(it.parts('', argument));"
+    assert modules.module("difference", words, "a" * 59 + "😀!") == f"“{'a' * 59}…” was added."
+
+
 def test_numbers_are_formatted_with_units(modules):
     body = "return argument.map(([name, ...values]) => it[name](...values));"
     calls = [
