@@ -380,6 +380,7 @@ def peer_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     options.shape = options.shapes[0]
     options.capacity = max(options.lengths) + PASS
     options.short = True
+    options.flash_attn = "on"
     model, shape, _ = bench_peers.RandomModel.written(options, SHAPES)
     harness.pack_beforehand(model)
     bench = bench_peers.Bench(bench_peers.start(options, model), shape.vocab, options.rounds)

@@ -140,6 +140,8 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
             str(bits),
         ]
         command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
+        if bits == 16:
+            command += ["--flash-attn", options.flash_attn]
         # A recurrent model cannot share a prefix: it needs a state for the held tokens and another
         # to continue.
         if options.short:
@@ -422,6 +424,12 @@ def options_from() -> argparse.Namespace:
         "--capacity", type=int, default=16384, help="size of every engine's KV cache in tokens"
     )
     harness.add_peers_python(parser)
+    parser.add_argument(
+        "--flash-attn",
+        choices=("on", "off"),
+        default="on",
+        help="whether llama.cpp with 16-bit KV uses flash attention (default: %(default)s)",
+    )
     parser.add_argument(
         "--only", nargs="+", help="labels of the engines to run, or prefixes of labels"
     )

@@ -20,7 +20,7 @@ _ONWARD = 1
 
 
 class Engine:
-    """A llama.cpp context with unified KV cache, flash attention, and f16 or q8_0 KV.
+    """A llama.cpp context with unified KV cache, and f16 or q8_0 KV.
 
     Sequence 0 holds the cached tokens. Each request replaces the end of this sequence with its own
     tokens. The memory of a recurrent model cannot be rolled back, so sequence 0 is kept and a copy
@@ -40,7 +40,7 @@ class Engine:
         params.n_ubatch = 512
         params.n_seq_max = options.sequences
         params.n_threads = params.n_threads_batch = options.threads
-        params.flash_attn_type = 1
+        params.flash_attn_type = int(options.flash_attn == "on")
         params.kv_unified = True
         params.type_k = params.type_v = ll.GGML_TYPE_F16 if options.kv == 16 else ll.GGML_TYPE_Q8_0
         self.context = ll.llama_init_from_model(self.model, params)

@@ -102,6 +102,12 @@ def main() -> None:
     )
     parser.add_argument("--kv", type=int, default=16, choices=(16, 8), help="bits per KV value")
     parser.add_argument(
+        "--flash-attn",
+        choices=("on", "off"),
+        default="on",
+        help="llama.cpp only: whether it uses flash attention, which 8-bit values need",
+    )
+    parser.add_argument(
         "--sequences",
         type=int,
         default=9,

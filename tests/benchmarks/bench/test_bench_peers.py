@@ -21,6 +21,7 @@ def _options(only):
         capacity=1024,
         short=True,
         cpu_features=None,
+        flash_attn="on",
     )
 
 
