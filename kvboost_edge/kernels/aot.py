@@ -3,8 +3,9 @@
 Compiling in this process would cost about 200 MB that is never returned to the system. Child
 processes compile instead, and this process loads the machine code from disk.
 
-A child runs `python -m kvboost_edge.kernels.aot`. It reads kernel names, one per line, and prints
-each name once the machine code is on disk, or an empty line if it cannot be stored.
+A child runs `python -m kvboost_edge.kernels.aot`. It reads kernel names, one per line, and answers
+with each name once the machine code is on disk, or with nothing if it cannot be stored. Lines that
+do not begin with `_MARK` are not answers. Settings of Numba, for example, can print such lines.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvboost_edge.kernels.lazy import numba_config
 
 __all__ = [
     "MOST_CHILDREN",
+    "Answers",
     "Child",
     "compile_ahead",
     "compiled_by",
@@ -43,6 +45,8 @@ _MODULE = "kvboost_edge.kernels.aot"
 # time, so more children would not help.
 MOST_CHILDREN = 4
 _LAST_LINES = 12
+_MARK = "kvboost-edge: "
+_EXIT_S = 10.0
 _SECONDS_OF_ONE = 4.0  # CPU seconds per kernel, measured on an idle core
 
 _listeners: list[Callable[[int, int], None]] = []
@@ -131,6 +135,7 @@ class Child:
                 stderr=self._said,
                 text=True,
                 encoding="utf-8",
+                errors="replace",
                 env={**_environment(), **environment},
             )
         except BaseException:
@@ -155,18 +160,28 @@ class Child:
                 f"a child process cannot store machine code: {self._last_words()}"
             )
         if answer != name:
-            code = self._process.wait()
-            raise BackendUnavailable(
-                f"the process that compiled the kernel {name} exited with {code}: "
-                f"{self._last_words()}; check that {cache_path()} (NUMBA_CACHE_DIR) is writable"
-            )
+            raise self.failure(f"the kernel {name}")
 
     def answer(self) -> str | None:
-        """Return the next line that the child prints, None if it has exited."""
+        """Return the next answer of the child, or None if it has exited."""
         out = self._process.stdout
         assert out is not None
-        line = out.readline()
-        return line.strip() if line else None
+        for line in out:
+            if line.startswith(_MARK):
+                return line.removeprefix(_MARK).strip()
+        return None
+
+    def failure(self, work: str) -> BackendUnavailable:
+        """Return the error of a child that did not answer as expected, and end the child."""
+        try:
+            code = self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return BackendUnavailable(
+            f"the process that compiled {work} exited with {code}: {self._last_words()}; check "
+            f"that {cache_path()} (NUMBA_CACHE_DIR) is writable"
+        )
 
     def _last_words(self) -> str:
         self._said.seek(0)
@@ -250,17 +265,31 @@ def compiled_by(children: Sequence[Child], names: Sequence[str]) -> Iterator[str
         yield result
 
 
-def _serve(names: IO[str], answers: IO[str]) -> None:
-    """Compile the kernels named on stdin, one per line, and print each name when it is done.
+class Answers:
+    """A child's answers to its parent. All else that the process prints goes to stderr."""
 
-    An empty line stands for a kernel that could not be stored on disk.
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
+        os.dup2(2, 1)
+        self._out.write("\n")  # ends a line that was printed before
+
+    def give(self, answer: str) -> None:
+        """Send one line."""
+        self._out.write(f"{_MARK}{answer}\n")
+        self._out.flush()
+
+
+def _serve(names: IO[str], answers: Answers) -> None:
+    """Compile the kernels named on stdin, one per line, and answer with each name when it is done.
+
+    An empty answer stands for a kernel that could not be stored on disk.
     """
     for line in names:
         entry = entry_named(line.strip())
         entry.compile()
-        answers.write(f"{entry.name if entry.is_stored else ''}\n")
-        answers.flush()
+        answers.give(entry.name if entry.is_stored else "")
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin, sys.stdout)
+    _serve(sys.stdin, Answers())

@@ -1,9 +1,9 @@
 """Building kernel libraries (`library.py`) for classes of processors.
 
 Children compile the kernels, each to an object file, and the C compiler links them. A child runs
-`python -m kvboost_edge.kernels.build FOLDER` with the class's settings of Numba. It prints a line
-of JSON, then reads kernel names, one per line, and prints each name once its object file is in the
-folder.
+`python -m kvboost_edge.kernels.build FOLDER` with the class's settings of Numba. It answers with a
+line of JSON, then reads kernel names, one per line, and answers with each name once its object file
+is in the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 from kvboost_edge.host.processor import default_num_threads
-from kvboost_edge.kernels.aot import Child, compiled_by
+from kvboost_edge.kernels.aot import Answers, Child, compiled_by
 from kvboost_edge.kernels.entry import all_entries, entry_named
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.library import (
@@ -108,9 +108,10 @@ def _build(
     with _children(target, room, count) as children:
         about = {}
         for child in children:
-            about = json.loads(child.answer() or "{}")
-            if not about:
-                child.compile("?")  # raises the error of a child that has exited
+            answer = child.answer()
+            if answer is None:
+                raise child.failure("kernels")
+            about = json.loads(answer)
         known = sorted(about["entries"]) if names is None else list(names)
         known.sort(key=lambda name: name.partition(":")[2] not in _SLOWEST)
         if tell is not None:
@@ -203,7 +204,7 @@ def _write_object(name: str, room: Path) -> None:
     (room / f"{symbol_of(name)}.o").write_bytes(code)
 
 
-def _serve(room: Path, names: IO[str], answers: IO[str]) -> None:
+def _serve(room: Path, names: IO[str], answers: Answers) -> None:
     """Describe the kernels, then compile those named on stdin."""
     _import_all()
     about: dict[str, Any] = {
@@ -211,14 +212,12 @@ def _serve(room: Path, names: IO[str], answers: IO[str]) -> None:
         "dot_form": dot_form(),
         "llvm": llvm_version(),
     }
-    answers.write(f"{json.dumps(about)}\n")
-    answers.flush()
+    answers.give(json.dumps(about))
     for line in names:
         name = line.strip()
         _write_object(name, room)
-        answers.write(f"{name}\n")
-        answers.flush()
+        answers.give(name)
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]), sys.stdin, sys.stdout)
+    _serve(Path(sys.argv[1]), sys.stdin, Answers())

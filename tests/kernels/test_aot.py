@@ -19,6 +19,8 @@ from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.team import team_entries
 
+PATIENCE = 300.0
+
 # A separate process with a separate cache reports the kernels that it compiled itself, its
 # progress, and the files on disk.
 COMPILE = (
@@ -74,6 +76,27 @@ def test_an_interrupted_compilation_is_completed_later(tmp_path):
     assert own == []
     assert told[0][1] <= 2
     assert len(files) == 3
+
+
+@pytest.mark.parametrize("printed", ["a line of Numba", "part of a line"])
+def test_a_child_may_print(printed, tmp_path):
+    """What is printed is no answer, even if it is printed before the child's own code runs."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "KVBOOST_EDGE_KERNELS": "none"}
+    if printed == "part of a line":
+        (tmp_path / "sitecustomize.py").write_text(f"print({printed!r}, end='', flush=True)")
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    else:
+        environment["NUMBA_DEBUG_CACHE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, "2", "-1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE,
+    )
+    own, told, files = json.loads(done.stdout.splitlines()[-1].removeprefix(printed))
+    assert (own, told[-1], len(files)) == ([], [3, 3], 3)
 
 
 # The largest file of machine code has more bytes than this, and the log has fewer.
