@@ -129,7 +129,8 @@ class Child:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                # -P keeps modules of the current directory out.
+                [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
@@ -225,7 +226,7 @@ def _children(count: int) -> Iterator[list[Child]]:
 def _environment() -> dict[str, str]:
     """Return this process's environment plus its import path and Numba settings, for a child."""
     package = str(Path(__file__).parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [package, *(path for path in sys.path if path)]
     chosen = {
         "NUMBA_CACHE_DIR": numba_config.CACHE_DIR,
         "NUMBA_CPU_NAME": numba_config.CPU_NAME,

@@ -169,7 +169,7 @@ def _linker() -> list[str]:
         if found:
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return [sys.executable, "-P", "-m", "ziglang", "cc"]
     raise BackendUnavailable(
         f"no C compiler was found ({given or ', '.join(_COMPILERS)}), which links the kernels; "
         "install gcc, or `pip install ziglang`"

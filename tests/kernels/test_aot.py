@@ -99,6 +99,33 @@ def test_a_child_may_print(printed, tmp_path):
     assert (own, told[-1], len(files)) == ([], [3, 3], 3)
 
 
+def test_a_child_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
+    for name in ("numpy", "queue", "numba"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('from the current directory')")
+    monkeypatch.chdir(tmp_path)
+    child = aot.Child([aot._MODULE])
+    try:
+        child.compile(team_entries[0].name)
+    finally:
+        child.end()
+
+
+def test_a_child_imports_modules_from_this_process_s_folders(tmp_path, monkeypatch):
+    (tmp_path / "other_child.py").write_text(
+        "import sys\n"
+        "from kvboost_edge.kernels.aot import Answers\n"
+        "answers = Answers()\n"
+        "for line in sys.stdin:\n"
+        "    answers.give(line.strip())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    child = aot.Child(["other_child"])
+    try:
+        child.compile("some_module:kernel")
+    finally:
+        child.end()
+
+
 # The largest file of machine code has more bytes than this, and the log has fewer.
 FULL = """
 import resource

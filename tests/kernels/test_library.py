@@ -1,5 +1,6 @@
 """Libraries of compiled kernels: built by child processes, loaded without Numba."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError
-from kvboost_edge.kernels import library, team
+from kvboost_edge.kernels import build, library, team
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.bitmask import mask_logits_entry
 from kvboost_edge.kernels.build import build_library
@@ -116,7 +117,7 @@ def test_a_missing_kernel_has_no_address(built, chosen):
 
 USE = """
 import sys
-from kvboost_edge.kernels import library, team
+from kvboost_edge.kernels import build, library, team
 from kvboost_edge.kernels.attention.storage import copy_entry, _copy
 import numpy as np
 assert library.kernel_library() is not None, library.library_choice()
@@ -227,6 +228,16 @@ def test_a_missing_linker_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "nowhere-cc")
     with pytest.raises(BackendUnavailable, match="no C compiler was found"):
         build_library(TARGETS[0], tmp_path, names=[])
+
+
+def test_no_linker_is_imported_from_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "ziglang.py").write_text("print('from the current directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    done = subprocess.run(build._linker(), capture_output=True, text=True, check=False)
+    assert done.stdout == ""
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
