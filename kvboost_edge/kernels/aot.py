@@ -47,6 +47,7 @@ MOST_CHILDREN = 4
 _LAST_LINES = 12
 _MARK = "kvboost-edge: "
 _EXIT_S = 10.0
+_SIGKILL = 9
 _SECONDS_OF_ONE = 4.0  # CPU seconds per kernel, measured on an idle core
 
 _listeners: list[Callable[[int, int], None]] = []
@@ -179,10 +180,12 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
-        return BackendUnavailable(
-            f"the process that compiled {work} exited with {code}: {self._last_words()}; check "
-            f"that {cache_path()} (NUMBA_CACHE_DIR) is writable"
-        )
+        end = f"exited with {code}"
+        if code < 0:
+            end = f"was ended by signal {-code}"
+            if -code == _SIGKILL:
+                end += " (SIGKILL), perhaps because the system ran out of memory"
+        return BackendUnavailable(f"the process that compiled {work} {end}: {self._last_words()}")
 
     def _last_words(self) -> str:
         self._said.seek(0)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -163,6 +164,24 @@ def test_a_failed_child_is_reported_with_its_kernel(missing, monkeypatch):
     ):
         aot.compile_ahead([missing], 2)
     assert set(psutil.Process().children()) <= before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SIGKILL", r"signal 9 \(SIGKILL\), perhaps because the system ran out of memory"),
+        ("SIGSEGV", r"signal 11: no output$"),
+    ],
+)
+def test_a_killed_child_is_reported_with_the_signal(name, reason):
+    child = aot.Child([aot._MODULE])
+    try:
+        child._process.send_signal(getattr(signal, name))
+        with pytest.raises(BackendUnavailable, match=rf"kernel a:b was ended by {reason}"):
+            child.compile("a:b")
+    finally:
+        child.end()
 
 
 def test_an_interrupt_leaves_no_process(missing):

@@ -247,6 +247,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         build_library(usable_targets()[0], place, names=[])
 
 
+def test_a_child_that_ends_at_its_start_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_MODULE", "kvboost_edge.kernels.nowhere")
+    with pytest.raises(BackendUnavailable, match=r"compiled kernels exited with 1.*nowhere"):
+        build_library(usable_targets()[0], tmp_path, num_processes=1)
+
+
 def test_an_unknown_kernel_ends_the_build(tmp_path):
     with pytest.raises(BackendUnavailable, match="is not the name of a kernel"):
         build_library(
