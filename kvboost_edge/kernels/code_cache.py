@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from numba.core.caching import (
     IndexDataCacheFile,
     InTreeCacheLocator,
     NullCache,
+    UserProvidedCacheLocator,
     UserWideCacheLocator,
 )
 
@@ -92,6 +94,35 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
                 path.unlink(missing_ok=True)
 
 
+def _is_trusted(folder: Path, *, is_parent: bool) -> bool:
+    """Return whether only this user, root and the folder's group can change a folder of kernels.
+
+    Args:
+        folder: the folder.
+        is_parent: True for the folder that contains it. In one with the sticky bit, such as /tmp,
+            other users cannot replace this user's folders.
+    """
+    # The group is trusted, since Kubernetes gives it the right to write to volumes.
+    if not hasattr(os, "getuid"):
+        return True
+    status = folder.stat()
+    is_sticky = is_parent and bool(status.st_mode & stat.S_ISVTX)
+    return status.st_uid in (os.getuid(), 0) and (is_sticky or not status.st_mode & stat.S_IWOTH)
+
+
+class _UserProvidedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """A folder in NUMBA_CACHE_DIR, unless other users can change what is in it."""
+
+    def ensure_cache_path(self) -> None:
+        path = Path(self.get_cache_path())
+        for each in (path.parent, path):
+            each.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if not _is_trusted(each, is_parent=each != path):
+                _warn_untrusted(each)
+                raise PermissionError(f"{each} can be changed by other users")
+        super().ensure_cache_path()
+
+
 class _UserWideLocator(UserWideCacheLocator):  # type: ignore[misc]
     """Numba's folder in the home directory, if there is a home directory."""
 
@@ -122,7 +153,10 @@ class _CacheFiles(CompileResultCacheImpl):  # type: ignore[misc]
 
     _locator_classes = (
         *(
-            _UserWideLocator if each is UserWideCacheLocator else each
+            {
+                UserProvidedCacheLocator: _UserProvidedLocator,
+                UserWideCacheLocator: _UserWideLocator,
+            }.get(each, each)
             for each in CompileResultCacheImpl._locator_classes
         ),
         _CacheDirectoryLocator,
@@ -238,4 +272,14 @@ def _warn_unsaved(problem: str) -> None:
         "space there, or set NUMBA_CACHE_DIR to another folder",
         cache_folder(),
         problem,
+    )
+
+
+@functools.cache
+def _warn_untrusted(folder: Path) -> None:
+    """Log once that a folder of compiled kernels is not used."""
+    _LOG.warning(
+        "NUMBA_CACHE_DIR is not used, because other users can change %s and this process would run "
+        "their code. Use `chmod o-w` on it, or a folder that belongs to this user or root",
+        folder,
     )

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,49 @@ def test_files_are_on_disk_before_they_are_renamed(folder, monkeypatch):
     opened().compile()
     assert sorted(target.rpartition(".")[2] for _, target in renamed) == ["nbc", "nbi"]
     assert {file for file, _ in renamed} <= synced
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+@pytest.mark.parametrize(
+    ("mode", "below", "is_used"),
+    [
+        (0o700, 0o755, True),
+        (0o775, 0o775, True),
+        (0o1777, 0o755, True),
+        (0o777, 0o755, False),
+        (0o755, 0o777, False),
+        (0o1777, 0o1777, False),
+    ],
+)
+def test_a_folder_that_all_users_can_write_to_is_not_used(mode, below, is_used, folder, caplog):
+    opened().compile()
+    [inner] = folder.iterdir()
+    folder.chmod(mode)
+    inner.chmod(below)
+    assert opened().is_ready == is_used
+    used = Path(opened().kernel.dispatcher._cache.cache_path)
+    assert (used == inner) == is_used
+    assert caplog.text.count("other users can change") == 1 - is_used
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+@pytest.mark.parametrize("which", ["folder", "folder below"])
+def test_a_folder_of_another_user_is_not_used(which, folder, monkeypatch):
+    opened().compile()
+    [inner] = folder.iterdir()
+    owned = folder if which == "folder" else inner
+    if os.getuid() == 0:
+        os.chown(owned, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert not opened().is_ready
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+def test_new_folders_cannot_be_written_to_by_other_users(folder):
+    before = os.umask(0)
+    try:
+        opened().compile()
+    finally:
+        os.umask(before)
+    assert opened().is_ready
