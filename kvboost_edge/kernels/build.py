@@ -31,6 +31,7 @@ from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.library import (
     FORMAT,
     Manifest,
+    is_trusted,
     llvm_version,
     package_versions,
     symbol_of,
@@ -83,12 +84,17 @@ def build_library(
 
     Raises:
         BackendUnavailable: a kernel cannot be compiled or linked.
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or other users can write to it.
     """
     link = _linker()
     try:
         # Others may not write to it, whatever the umask is: its files are run.
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+        if not is_trusted(folder):
+            raise ConfigError(
+                f"{folder} can be written by other users, so processes would refuse the library; "
+                f"choose a folder of this user or root, or use `chmod go-w {folder}`"
+            )
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
             return _build(target, folder, Path(name), link, names, num_processes, tell)
     except OSError as error:

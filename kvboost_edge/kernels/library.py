@@ -30,6 +30,7 @@ __all__ = [
     "Library",
     "LibraryChoice",
     "Manifest",
+    "is_trusted",
     "kernel_library",
     "library_choice",
     "library_folder",
@@ -199,7 +200,7 @@ def _opened(folder: Path, target: KernelTarget) -> Library | str:
             return problem
         path = folder / f"{target.name}.so"
         for each in (folder, path):
-            if not _is_trusted(each):
+            if not is_trusted(each):
                 return f"{each} can be written by other users"
         if hashlib.sha256(path.read_bytes()).hexdigest() != manifest.sha256:
             return "the file differs from its description"
@@ -208,7 +209,7 @@ def _opened(folder: Path, target: KernelTarget) -> Library | str:
         return f"it cannot be read: {error}"
 
 
-def _is_trusted(path: Path) -> bool:
+def is_trusted(path: Path) -> bool:
     """Return whether only this user and root can write to a file or folder."""
     # The file's code runs in this process.
     if not hasattr(os, "getuid"):

@@ -247,6 +247,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         build_library(usable_targets()[0], place, names=[])
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+def test_a_folder_of_other_users_is_refused_before_the_build(tmp_path):
+    tmp_path.chmod(0o775)
+    told = []
+    with pytest.raises(ConfigError, match=rf"chmod go-w {tmp_path}"):
+        build_library(usable_targets()[0], tmp_path, tell=lambda *counts: told.append(counts))
+    assert told == []
+
+
 def test_a_child_that_ends_at_its_start_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_MODULE", "kvboost_edge.kernels.nowhere")
     with pytest.raises(BackendUnavailable, match=r"compiled kernels exited with 1.*nowhere"):
