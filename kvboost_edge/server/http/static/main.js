@@ -16,17 +16,17 @@ import { Pulls } from "/static/pulls.js";
 import { PullView } from "/static/pullview.js";
 import { SettingsForm } from "/static/settings.js";
 
+const confirmation = new Confirmation();
 const settings = new SettingsForm(() => {
   live.wake({ otherKey: true });
   prompts.wake({ otherKey: true });
   findModels();
-});
+}, confirmation);
 const key = () => settings.key;
 const presets = new PresetChoice(settings);
 const models = new Models(key);
 const pulls = new Pulls(key);
 new ModelPicker(models, key);
-const confirmation = new Confirmation();
 const modelsView = new ModelsView(models, pulls, key, confirmation);
 new PullView(byId("pull-progress"), pulls, { use: (name) => modelsView.use(name) });
 const live = new LiveView(key, models);

@@ -6,13 +6,13 @@ import { FIELDS, samplingField, validate } from "/static/sampling.js";
 import { load, save } from "/static/storage.js";
 
 /**
- * The form; its values are kept in the tab's session storage. `onKey` is called for a new API key. The form gets an
- * event "settingschange" when a value has changed.
+ * The form; its values are kept in the tab's session storage. `onKey` is called for a new API key. `confirmation`: a
+ * Confirmation. The form gets an event "settingschange" when a value has changed.
  */
 export class SettingsForm {
   #form = byId("settings-form");
 
-  constructor(onKey) {
+  constructor(onKey, confirmation) {
     for (const field of FIELDS) byId("sampling").append(samplingField(field));
     for (const control of this.#controls()) {
       control.value = load(control.name);
@@ -27,7 +27,10 @@ export class SettingsForm {
     for (const { name } of JSON_FIELDS) byId(name).addEventListener("change", () => this.check());
     byId("api-key").addEventListener("change", () => onKey());
     this.#form.addEventListener("submit", (event) => event.preventDefault());
-    byId("reset-settings").addEventListener("click", () => this.#reset(onKey));
+    byId("reset-settings").addEventListener("click", () => {
+      const text = "This clears all fields, including the system prompt, the tools and the API key. Presets are kept.";
+      confirmation.ask({ title: "Reset the settings?", text, verb: "Reset" }, () => this.#reset(onKey));
+    });
     this.check();
   }
 

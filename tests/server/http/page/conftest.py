@@ -111,6 +111,11 @@ class Visit:
         if not {"api_key", "top_p"} & set(fields):
             self.page.click("nav [data-view=live]")
 
+    def reset_settings(self):
+        """Reset the settings, which are shown, and confirm it."""
+        self.button("Reset settings").click()
+        self.page.click("#confirm-action")
+
     def button(self, name):
         return self.page.get_by_role("button", name=name)
 

@@ -124,7 +124,7 @@ def test_settings_are_sent_with_the_request(visit):
     visit.reload()
     assert visit.input_value("#seed") == "12"
     visit.click("nav [data-view=settings]")
-    visit.button("Reset settings").click()
+    visit.reset_settings()
     assert [visit.input_value(f"#{name}") for name in ("system", "seed", "temperature")] == [
         "",
         "",
@@ -157,7 +157,7 @@ def test_approximate_answers_are_requested_and_labelled(visit, answering):
     visit.reload()
     assert visit.input_value("#reuse") == "chunk_kv_reuse"
     visit.click("nav [data-view=settings]")
-    visit.button("Reset settings").click()
+    visit.reset_settings()
     assert visit.input_value("#reuse") == ""
 
 

@@ -70,6 +70,9 @@ def test_a_user_preset_is_stored_in_the_browser(page):
     page.shows("#preset-status", f"The preset {OWN} is saved in this browser.")
     assert chosen(page) == OWN
     page.button("Reset settings").click()
+    page.keyboard.press("Escape")
+    assert page.input_value("#seed") == "5"
+    page.reset_settings()
     assert chosen(page) == "Server defaults"
     page.reload()
     page.click("nav [data-view=settings]")

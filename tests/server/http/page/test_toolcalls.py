@@ -243,7 +243,7 @@ def test_tools_choice_and_schema_are_sent_stored_and_reset(stand_in):
     }
     page.end("stop")
     page.click("nav [data-view=settings]")
-    page.button("Reset settings").click()
+    page.reset_settings()
     page.ask("Again")
     assert not {"tools", "tool_choice", "response_format"} & page.asked(2).keys()
     page.end("stop")
