@@ -58,7 +58,7 @@ from kvboost_edge.models.weights.modalities import assistant_names, mtp_names, t
 from kvboost_edge.models.weights.nvfp4 import Nvfp4Source
 from kvboost_edge.models.weights.output_head import with_found_head
 from kvboost_edge.models.weights.reordered import in_kernel_order
-from kvboost_edge.models.weights.safetensors_check import check_weights
+from kvboost_edge.models.weights.safetensors_check import check_weights, weight_files
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 from kvboost_edge.models.weights.weight_source import WeightSource, WeightSummary
@@ -349,6 +349,10 @@ class Checkpoint(abc.ABC):
             raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
 
     @abc.abstractmethod
+    def weight_files(self) -> list[Path]:
+        """Return the files of the weights."""
+
+    @abc.abstractmethod
     def _files(self) -> list[Path]:
         """Return all files that the fingerprint covers."""
 
@@ -447,6 +451,9 @@ class _Directory(Checkpoint):
         if self.config.get("quantization_config"):
             return self._open_packed(assistant_names)
         return SafetensorsSource(self.path, select=assistant_names)
+
+    def weight_files(self) -> list[Path]:
+        return weight_files(self.path)
 
     def _files(self) -> list[Path]:
         return fingerprinted_files(self.path)
@@ -558,8 +565,11 @@ class _GgufFile(Checkpoint):
     def open_assistant_source(self) -> WeightSource:
         return self._open_files()
 
-    def _files(self) -> list[Path]:
+    def weight_files(self) -> list[Path]:
         return [part.path for part in self._header.parts]
+
+    def _files(self) -> list[Path]:
+        return self.weight_files()
 
     def _read_fingerprint(self, cache_dir: Path | None) -> str:
         return fingerprint_of_files(self._files(), cache_dir=cache_dir)
@@ -638,10 +648,11 @@ class _OnnxFile(Checkpoint):
             raise self._decoder
         return self._decoder.open_source()
 
+    def weight_files(self) -> list[Path]:
+        return [part.path for part in self._model.files]
+
     def _files(self) -> list[Path]:
-        return fingerprinted_files(self.path, [part.path for part in self._model.files])
+        return fingerprinted_files(self.path, self.weight_files())
 
     def _read_fingerprint(self, cache_dir: Path | None) -> str:
-        return fingerprint_of_onnx(
-            self.path, [part.path for part in self._model.files], cache_dir=cache_dir
-        )
+        return fingerprint_of_onnx(self.path, self.weight_files(), cache_dir=cache_dir)

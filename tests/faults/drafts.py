@@ -406,4 +406,18 @@ FAULTS = faults(
         "room = available",
         "tests/engine/memory/test_mtp_plan.py",
     ),
+    (
+        "max_memory does not count the memory for packing a drafter",
+        "engine/memory/check.py",
+        "places.append((_draft_place(draft, threads), draft.info.weight_bytes))",
+        "pass",
+        "tests/engine/memory/test_process.py::test_packing_memory_of_a_drafter_counts_in_the_bound",
+    ),
+    (
+        "max_memory counts the memory for packing a drafter that is packed",
+        "engine/memory/draft_plan.py",
+        "return own if self.head is None else packed_fingerprint(own)",
+        "return own",
+        "tests/engine/memory/test_process.py::test_packing_memory_of_a_drafter_counts_in_the_bound",
+    ),
 )

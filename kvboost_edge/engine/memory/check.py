@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,7 +162,7 @@ def plan_fit(
     states = None
     try:
         if overhead is not None:
-            packing = _packing_bytes(checkpoint, config, selected, own, summary)
+            packing = _packing_bytes(checkpoint, config, selected, own, draft)
             formats = functools.partial(_all_formats, checkpoint, draft)
             check_process(config, info, overhead, packing, formats)
         if is_known:
@@ -276,18 +276,28 @@ def _packing_bytes(
     config: EngineConfig,
     selected: Selection,
     info: RunnerInfo,
-    summary: WeightSummary,
+    draft: DraftPlan | None,
 ) -> int:
     """Return the memory that packing needs, including packed weights kept in memory.
 
-    The result is 0 if the weights are already packed.
+    The weights of the draft model or head are packed after those of the model. The result is 0 if
+    all weights are already packed.
     """
-    weights = selected.runner.weights
-    place = packed_place(checkpoint, weights, summary.files, config.num_threads)
-    if place.is_there:
-        return 0
-    in_memory = place.path is None or place.free < info.weight_bytes
-    return place.peak + info.weight_bytes * in_memory
+    threads = config.num_threads
+    files = checkpoint.weight_files()
+    places = [
+        (packed_place(checkpoint, selected.runner.weights, files, threads), info.weight_bytes)
+    ]
+    if draft is not None:
+        places.append((_draft_place(draft, threads), draft.info.weight_bytes))
+    kept = needed = 0
+    for place, num_bytes in places:
+        if place.is_there:
+            continue
+        in_memory = num_bytes * (place.path is None or place.free < num_bytes)
+        needed = max(needed, kept + in_memory + place.peak)
+        kept += in_memory
+    return needed
 
 
 def _check_files(checkpoint: Checkpoint, weights: str) -> None:
@@ -381,12 +391,33 @@ def packed_place(
             packed.
         num_threads: Number of threads for packing, or None for the default.
     """
+    return _place(checkpoint, checkpoint.fingerprint, weights, files, num_threads)
+
+
+def _draft_place(draft: DraftPlan, num_threads: int | None) -> PackedPlace:
+    """Return the location of a draft model's or head's packed weights."""
+    files = draft.checkpoint.weight_files()
+    weights = draft.selected.runner.weights
+    return _place(draft.checkpoint, draft.packed_fingerprint, weights, files, num_threads)
+
+
+def _place(
+    checkpoint: Checkpoint,
+    fingerprint: Callable[[], str],
+    weights: str,
+    files: Sequence[Path],
+    num_threads: int | None,
+) -> PackedPlace:
+    """Return the location of packed weights.
+
+    Args:
+        fingerprint: Function that returns the fingerprint that names them.
+    """
     peak = packing_bytes(num_threads or default_num_threads())
     if checkpoint.cache_dir == NO_CACHE:
         return PackedPlace(None, False, 0, peak)
     known = are_remembered(files, cache_dir=checkpoint.cache_dir)
-    fingerprint = checkpoint.fingerprint() if known else ""
-    path = packed_path(fingerprint, weights, checkpoint.cache_dir)
+    path = packed_path(fingerprint() if known else "", weights, checkpoint.cache_dir)
     return PackedPlace(
         path if known else path.parent, known and path.is_file(), free_bytes(path.parent), peak
     )

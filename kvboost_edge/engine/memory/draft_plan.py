@@ -119,6 +119,14 @@ class DraftPlan(NamedTuple):
         else:
             load_kernels(self.checkpoint, weights, self.config.kv_bits)
 
+    def packed_fingerprint(self) -> str:
+        """Return the fingerprint that names the packed weights of the draft model or head."""
+        # Imported here because it loads Numba.
+        from kvboost_edge.runners.native.mtp_head import packed_fingerprint
+
+        own = self.checkpoint.fingerprint()
+        return own if self.head is None else packed_fingerprint(own)
+
     def fingerprint(self) -> str:
         """Return the fingerprint of the draft model or head."""
         return "mtp " * self.is_head + self.checkpoint.fingerprint()

@@ -23,7 +23,12 @@ from kvboost_edge.runners.base import LoadOptions
 from kvboost_edge.runners.native.program import possible_operations
 from kvboost_edge.runners.native.runner import NativeRunner
 
-__all__ = ["load_mtp_head", "load_mtp_kernels"]
+__all__ = ["load_mtp_head", "load_mtp_kernels", "packed_fingerprint"]
+
+
+def packed_fingerprint(whole: str) -> str:
+    """Return the fingerprint of an MTP head's packed weights, given that of its checkpoint."""
+    return hashlib.sha256(f"mtp {whole}".encode()).hexdigest()
 
 
 class _HeadFiles:
@@ -41,8 +46,7 @@ class _HeadFiles:
         return self._checkpoint.open_mtp_source()
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
-        whole = self._checkpoint.fingerprint(cache_dir=cache_dir)
-        return hashlib.sha256(f"mtp {whole}".encode()).hexdigest()
+        return packed_fingerprint(self._checkpoint.fingerprint(cache_dir=cache_dir))
 
     def changed_files(self) -> list[str]:
         return self._checkpoint.changed_files()

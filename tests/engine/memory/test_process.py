@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.models.mtp_heads import save_with_head, write_head_file
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.onnx.blocks import Form
 from helpers.onnx.concat import ConcatDecoder
@@ -192,6 +193,28 @@ def test_packing_memory_counts_in_the_bound(overhead, tmp_path, monkeypatch):
     least = re.search(r"give at least (\d+MB)", str(caught.value))[1]
     CPUPagedEngine.from_pretrained(DEMO, **{**options, "max_memory": least}).close()
     CPUPagedEngine.from_pretrained(DEMO, **options).close()  # nothing is left to pack
+
+
+@pytest.mark.parametrize("form", ["model", "head"])
+def test_packing_memory_of_a_drafter_counts_in_the_bound(form, overhead, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    small = overhead._replace(buffers=0)
+    monkeypatch.setattr(check, "measured_overhead", lambda *_: small)
+    path = DEMO
+    options = {"max_memory": small.resident + 40 * MB, "max_model_len": 64, "weights": "int8"}
+    drafting = {"draft_model": DEMO, "draft_weights": "int4"}
+    if form == "head":
+        path = save_with_head("glm4_moe", tmp_path / "model")
+        drafting["draft_model"] = write_head_file(path, tmp_path / "head.gguf")
+    CPUPagedEngine.from_pretrained(path, mtp="off", **{**options, "max_memory": "1GB"}).close()
+    CPUPagedEngine.from_pretrained(path, mtp="off", **options).close()  # the model is packed
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_load_runner", lambda *_: pytest.fail("the model was loaded"))
+        with pytest.raises(CapacityError, match=r"the .* needed to pack the weights") as caught:
+            CPUPagedEngine.from_pretrained(path, **options, **drafting)
+    least = re.search(r"give at least (\d+MB)", str(caught.value))[1]
+    CPUPagedEngine.from_pretrained(path, **{**options, "max_memory": least}, **drafting).close()
+    CPUPagedEngine.from_pretrained(path, **options, **drafting).close()  # nothing is left to pack
 
 
 def test_max_memory_needs_the_native_runner(tmp_path):
