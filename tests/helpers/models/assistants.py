@@ -99,6 +99,9 @@ def build_assistant(name: str, *, seed: int = 4, **overrides: Any) -> PreTrained
         model = made(config)
     with torch.no_grad():
         sharpen(model, torch.Generator().manual_seed(seed))
+        if model.masked_embedding is not None:  # the token ids, cluster by cluster
+            ordering = model.masked_embedding.token_ordering
+            ordering.copy_(torch.randperm(len(ordering)))
     return model.eval()
 
 

@@ -9,10 +9,11 @@ from helpers.models.assistants import (
     TARGETS,
     build_assistant,
     lends_kv,
+    save_assistant,
     save_pair,
     write_gguf_assistant,
 )
-from helpers.models.tiny_models import build_tiny_model
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from kvboost_edge.backends import cpu, reference
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import ConfigError
@@ -97,12 +98,12 @@ def _layout(lengths, starts, slots, **fields):
 
 
 class Reference:
-    """transformers' model and assistant."""
+    """transformers' model and assistant. fields: of the assistant's config."""
 
-    def __init__(self, name):
+    def __init__(self, name, **fields):
         with lends_kv():
             self.model = build_tiny_model(name)
-        self.assistant = build_assistant(name)
+        self.assistant = build_assistant(name, **fields)
 
     def trunk(self, tokens):
         """The last states [tokens, size], and the KV that the assistant reads."""
@@ -156,6 +157,34 @@ def test_a_draft_equals_that_of_transformers(name, form, tmp_path):
             assert distance(logits[0], wanted.numpy()) < 1e-3
             own = found[0]
             token = int(wanted.argmax())
+    pair.close()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "GGUF"])
+def test_an_assistant_with_clusters_computes_all_logits(form, tmp_path):
+    """transformers computes those of the tokens in the most likely clusters, and gives all others
+    the same lower one.
+    """
+    clusters = {
+        "use_ordered_embeddings": True,
+        "num_centroids": 20,
+        "centroid_intermediate_top_k": 6,
+    }
+    expected_by = Reference("gemma4", **clusters)
+    path = save_tiny_model("gemma4", tmp_path / "model")
+    own = save_assistant("gemma4", tmp_path / "assistant", **clusters)
+    if form == "GGUF":
+        own = write_gguf_assistant(own, tmp_path / "own.gguf")
+    pair = Pair(path, own)
+    pair.fill(TOKENS)
+    states, kv = expected_by.trunk(TOKENS)
+    for length in (1, 17, 61):
+        _, (found,) = pair.step([9], [states[length - 1].numpy()], [length])
+        _, wanted = expected_by.step(9, states[length - 1], kv, length)
+        wanted = wanted.numpy()
+        likely = wanted > wanted.min()
+        assert likely.sum() == 6 * (len(wanted) // 20)
+        assert distance(found[likely], wanted[likely]) < 1e-3
     pair.close()
 
 
