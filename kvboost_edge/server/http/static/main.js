@@ -23,7 +23,7 @@ const settings = new SettingsForm(() => {
   findModels();
 }, confirmation);
 const key = () => settings.key;
-const presets = new PresetChoice(settings);
+const presets = new PresetChoice(settings, confirmation);
 const models = new Models(key);
 const pulls = new Pulls(key);
 new ModelPicker(models, key);

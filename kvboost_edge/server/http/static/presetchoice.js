@@ -9,12 +9,15 @@ const STORAGE_KEY = "preset";
 export class PresetChoice {
   #settings;
 
-  /** `settings`: a SettingsForm. */
-  constructor(settings) {
+  /** `settings`: a SettingsForm. `confirmation`: a Confirmation. */
+  constructor(settings, confirmation) {
     this.#settings = settings;
     byId("preset").addEventListener("change", (event) => this.use(event.target.value));
     byId("save-preset").addEventListener("click", () => this.#store());
-    byId("delete-preset").addEventListener("click", () => this.#remove());
+    byId("delete-preset").addEventListener("click", () => {
+      const text = `This browser will no longer keep “${byId("preset").value}”.`;
+      confirmation.ask({ title: "Delete this preset?", text, verb: "Delete" }, () => this.#remove());
+    });
     byId("preset-name").addEventListener("input", () => this.#complain(""));
     byId("preset-name").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || isComposing(event)) return;

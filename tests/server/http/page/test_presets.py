@@ -87,6 +87,11 @@ def test_a_user_preset_is_stored_in_the_browser(page):
     kept = json.loads(page.evaluate("localStorage.getItem('presets')"))
     assert [(one["name"], one["texts"]["temperature"]) for one in kept] == [(OWN, "0.8")]
     page.click("#delete-preset")
+    page.shows("#confirm-text", f"This browser will no longer keep “{OWN}”.")
+    page.keyboard.press("Escape")
+    assert chosen(page) == OWN
+    page.click("#delete-preset")
+    page.click("#confirm-action")
     page.expects("#preset").to_be_focused()
     assert page.evaluate("localStorage.getItem('presets')") == "[]"
     assert page.locator("#preset option").all_inner_texts()[0] == "Your own values"
