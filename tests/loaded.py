@@ -3,7 +3,7 @@
 
     python tests/loaded.py [--runs 10] [--at-once 1] [PATH ...]
 
-The default paths are the tests marked `alone` or `cluster` and the tests that start a process. With
+Without a path it runs the tests marked `alone` or `cluster` and those that start a process. With
 `--at-once`, several runs go on beside one another, and each is load for the others. The script
 prints each failure and one line per run. It exits with status 1 if any run failed.
 """
@@ -22,19 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STARTS_A_PROCESS = re.compile(
-    r"mark\.(alone|cluster)\b|\bsubprocess\b|\bPopen\b|running_redis|running_chromium"
-)
 SPIN = "while True: pass"
 WIDE = {**os.environ, "COLUMNS": "400"}  # pytest truncates failure messages to this width
 FAILURE = re.compile(r"^(FAILED|ERROR) ")
-
-
-def sensitive_files() -> list[str]:
-    """Return the test files whose tests measure time or memory, or start processes."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    found = [path for path in files if STARTS_A_PROCESS.search(path.read_text(encoding="utf-8"))]
-    return [path.relative_to(ROOT).as_posix() for path in found]
 
 
 @contextlib.contextmanager
@@ -73,11 +63,11 @@ def main() -> int:
         "--at-once", type=int, default=1, help="number of runs beside one another [1]"
     )
     parser.add_argument(
-        "paths", nargs="*", help="files or folders of tests [all that load could break]"
+        "paths", nargs="*", help="files or folders of tests [the tests that load could break]"
     )
     options = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-    command += options.paths or sensitive_files()
+    command += options.paths or ["-p", "helpers.load_sensitive"]
     # Beside one run, a process spins on each core. More runs than cores keep the cores busy.
     cores = os.cpu_count() or 1
     spinning = cores if options.at_once <= cores else 0
