@@ -41,9 +41,9 @@ export class ToolCallsView {
     this.root.append(this.#button);
   }
 
-  /** Removes empty fields; their calls stay without a result. */
+  /** Takes the entered results; calls with an empty field stay without one. */
   close() {
-    if (this.#button !== null) this.#settle(() => null);
+    if (this.#button !== null) this.#settle(({ typed }) => (typed.trim() === "" ? null : typed));
   }
 
   #settle(resultOf) {

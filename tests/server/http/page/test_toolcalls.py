@@ -164,6 +164,26 @@ def test_a_call_without_a_result_is_not_sent_back(weather):
     weather.end("stop")
 
 
+@pytest.mark.full
+def test_an_entered_result_is_sent_with_the_next_message(stand_in):
+    page = stand_in()
+    page.begin("Weather?")
+    page.call("get_weather", "{}")
+    page.call("get_time", "{}", index=1)
+    page.end("tool_calls")
+    page.get_by_label("Result of get_weather").fill("rain")
+    page.ask("Never mind the time.")
+    sent = page.asked(2)["messages"]
+    assert [call["id"] for call in sent[1]["tool_calls"]] == ["call-get_weather"]
+    assert sent[2:] == [
+        result("get_weather", "rain"),
+        {"role": "user", "content": "Never mind the time."},
+    ]
+    page.shows(".call .result pre", "rain")
+    expect(page.locator(".call").last).to_contain_text("No result was entered")
+    page.end("stop")
+
+
 @pytest.mark.parametrize("how", ["length", "stopped"])
 @pytest.mark.full
 def test_a_truncated_call_expects_no_result(stand_in, how):
