@@ -52,8 +52,10 @@ export class ModelsView {
   }
 
   #pullChanged() {
-    if (this.#pulls.current?.state !== "done") return;
-    byId("pull-name").value = "";
+    const { name, state } = this.#pulls.current ?? {};
+    if (state !== "running") this.#complain(""); // about the running download
+    if (state !== "done") return;
+    if (byId("pull-name").value.trim() === name) byId("pull-name").value = "";
     this.#models.refresh();
   }
 

@@ -127,6 +127,7 @@ def test_a_model_is_added_loaded_unloaded_and_deleted(
         visit.get_by_label("Add a model").fill(NAME)
         visit.button("Download").click()
         expect(visit.locator("#pull-view")).to_contain_text(f"{NAME} was added.")
+        assert visit.input_value("#pull-name") == ""
         row = rows.nth(1)
         expect(row.locator(".state")).to_have_text("not loaded")
         expect(row).to_contain_text("on disk")
@@ -179,6 +180,8 @@ def test_download_progress_is_shown(page):
     page.tell({"status": "success"})
     page.evaluate("window.finish()")
     expect(page.locator("#pull-progress")).to_contain_text("org/model:Q4 was added.")
+    assert page.input_value("#pull-name") == "another"
+    page.expects("#pull-error").to_be_empty()
     page.locator("#pull-progress").get_by_role("button", name="Use in chat").click()
     page.shows("#model", "org/model:Q4")
     page.expects("#pull-progress").to_be_hidden()
