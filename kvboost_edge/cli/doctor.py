@@ -25,13 +25,12 @@ from kvboost_edge.engine.memory.check import (
     packed_place,
     plan_draft_fit,
 )
-from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft
+from kvboost_edge.engine.memory.draft_plan import DraftPlan, select_with_draft
 from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.engine.memory.selection import (
     Selection,
     available_on,
     open_checkpoint,
-    select_path,
 )
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.engine.non_prefix_reuse import SPARSE_PREFILL
@@ -233,10 +232,9 @@ def _memory_of(
     """Report whether the model fits, by the engine's estimate, without loading the model."""
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
-    selected = select_path(checkpoint, config)
     summary = checkpoint.summary()
     try:
-        draft = _draft(checkpoint, config, selected)
+        selected, draft = _drafted(checkpoint, config)
     except ConfigError as error:
         return {"fits": False, "fit_reason": str(error)}
     fit, draft, dropped = _fit(checkpoint, config, selected, summary, draft)
@@ -281,6 +279,7 @@ def _memory_of(
     report = {"fits": fits, "fit_reason": reason, **sizes}
     if not weights:
         return report
+    report |= {"runner_reason": selected.runner.reason, "weights": weights}
     report["weight_formats"] = plan_label(checkpoint.plan(weights), weights)
     packed = format_bytes(checkpoint)
     report |= {f"packed_bytes_{name}": count for name, count in packed.items()}
@@ -290,16 +289,16 @@ def _memory_of(
     return {**report, "knobs": _knobs(fit, packed, config)}
 
 
-def _draft(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> DraftPlan | None:
+def _drafted(checkpoint: Checkpoint, config: EngineConfig) -> tuple[Selection, DraftPlan | None]:
     """Plan the draft model and check its vocabulary, or plan the MTP head.
 
     Raises:
         ConfigError: The model cannot have this draft model.
     """
-    draft = plan_draft(checkpoint, selected, config)
+    selected, draft = select_with_draft(checkpoint, config)
     if draft is not None and not draft.is_head:
         check_draft_vocabulary(load_tokenizer(checkpoint), draft)
-    return draft
+    return selected, draft
 
 
 def _draft_speed(ratio: float) -> str:

@@ -18,7 +18,7 @@ from kvboost_edge.engine.memory.draft_plan import (
     DraftPlan,
     check_draft_files,
     mtp_refusal,
-    plan_draft,
+    select_with_draft,
     with_draft_model,
 )
 from kvboost_edge.engine.memory.process import (
@@ -37,7 +37,6 @@ from kvboost_edge.engine.memory.selection import (
     bounded_context,
     find_model,
     open_checkpoint,
-    select_path,
 )
 from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
 from kvboost_edge.engine.offload.tiering import check_tiers, open_tiers
@@ -161,8 +160,7 @@ def build_from_path(
     if attends_both_ways(checkpoint.config):
         _check_both_ways(checkpoint, config)
     dense = checkpoint.dense()
-    selected = select_path(checkpoint, config)
-    draft = plan_draft(checkpoint, selected, config)
+    selected, draft = select_with_draft(checkpoint, config)
     device = selected.backend.device
     pool_bytes = None
     # Load the tokenizer before measuring, so its memory counts as overhead.
@@ -267,9 +265,8 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
         return ""
     check_draft_files(config)
     checkpoint = open_checkpoint(find_model(path_or_id, config), config)
-    selected = select_path(checkpoint, config)
     try:
-        draft = plan_draft(checkpoint, selected, config)
+        _, draft = select_with_draft(checkpoint, config)
         assert draft is not None  # the config names a draft model
         if draft.checkpoint.path == checkpoint.path:
             return "it is the draft model itself"
@@ -345,7 +342,7 @@ def _load_drafter(draft: DraftPlan, runner: Runner, progress: Progress | None) -
     from kvboost_edge.runners.native.mtp_head import load_mtp_head
     from kvboost_edge.runners.native.runner import NativeRunner
 
-    assert isinstance(runner, NativeRunner)  # see `plan_draft`
+    assert isinstance(runner, NativeRunner)  # see `select_with_draft`
     options = _load_options(draft.config, draft.selected, progress, short)
     return load_mtp_head(draft.head, runner, options)
 

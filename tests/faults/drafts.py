@@ -420,4 +420,12 @@ FAULTS = faults(
         "return own",
         "tests/engine/memory/test_process.py::test_packing_memory_of_a_drafter_counts_in_the_bound",
     ),
+    (
+        "a chosen weight format leaves no room for the draft model",
+        "engine/memory/selection.py",
+        "available = max(0, available - draft.weight_bytes)",
+        "pass",
+        "tests/engine/memory/test_draft_plan.py::"
+        "test_the_chosen_weight_format_leaves_room_for_the_draft_model",
+    ),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.draft_plan import DraftPlan, plan_draft, with_draft_model
+from kvboost_edge.engine.memory.draft_plan import DraftPlan, select_with_draft, with_draft_model
 from kvboost_edge.engine.memory.process import (
     Overhead,
     check_process,
@@ -31,7 +31,6 @@ from kvboost_edge.engine.memory.selection import (
     find_model,
     open_checkpoint,
     planned_info,
-    select_path,
 )
 from kvboost_edge.engine.memory.state_budget import (
     check_options,
@@ -335,9 +334,8 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     other models of this process are unloaded.
     """
     checkpoint = open_checkpoint(find_model(path_or_id, config), config)
-    selected = select_path(checkpoint, config)
+    selected, draft = select_with_draft(checkpoint, config)
     device = selected.backend.device
-    draft = plan_draft(checkpoint, selected, config)
     available = available_on(device)
     summary = checkpoint.summary()
     fit, _, dropped = plan_draft_fit(checkpoint, config, selected, summary, available, draft)

@@ -39,6 +39,7 @@ __all__ = [
     "draft_vocabulary_refusal",
     "mtp_refusal",
     "plan_draft",
+    "select_with_draft",
     "short_vocabulary",
     "with_draft_model",
 ]
@@ -160,11 +161,34 @@ def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     return draft
 
 
+def select_with_draft(
+    target: Checkpoint, config: EngineConfig
+) -> tuple[Selection, DraftPlan | None]:
+    """Select the path of a model, and plan its draft model or MTP head.
+
+    A weight format that the engine chooses leaves room for the draft model. It need not leave room
+    for the head in the model's own files, which the engine can do without.
+
+    Raises:
+        ConfigError: Options contradict each other or do not fit the model, or see `plan_draft`.
+        ModelFormatError: The model's files are not supported.
+        BackendUnavailable: A requested backend cannot run on this machine.
+    """
+    selected = select_path(target, config)
+    draft = plan_draft(target, selected, config)
+    if draft is None or draft.is_own_head:
+        return selected, draft
+    with_room = select_path(target, config, draft.info)
+    if with_room.runner.weights != selected.runner.weights:
+        draft = plan_draft(target, with_room, config)
+    return with_room, draft
+
+
 def draft_vocabulary_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
     """Return why `draft_vocabulary` has no effect on a model with these other options, or ""."""
     checkpoint = open_checkpoint(find_model(path_or_id, config), config)
-    selected = select_path(checkpoint, config)
-    reason = _unused_vocabulary(checkpoint, plan_draft(checkpoint, selected, config))
+    _, draft = select_with_draft(checkpoint, config)
+    reason = _unused_vocabulary(checkpoint, draft)
     return f"it has no effect {reason}" if reason else ""
 
 

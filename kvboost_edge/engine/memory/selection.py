@@ -69,8 +69,16 @@ def open_checkpoint(path: Path, config: EngineConfig) -> Checkpoint:
     return Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
 
 
-def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
+def select_path(
+    checkpoint: Checkpoint, config: EngineConfig, draft: RunnerInfo | None = None
+) -> Selection:
     """Select backend, runner and weight format without loading anything.
+
+    Args:
+        checkpoint: The model.
+        config: Options of the engine.
+        draft: Description of the planned runner of a draft model, whose weights and blocks take
+            memory as well.
 
     Raises:
         ConfigError: Options contradict each other or do not fit the model.
@@ -88,7 +96,13 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     # max_memory acts here as the memory of the machine, so ignore it in the pool plan.
     unbound = dataclasses.replace(config, max_memory=None)
 
+    draft_block = 0
+    if draft is not None:
+        available = max(0, available - draft.weight_bytes)
+        draft_block = draft.kv_spec.bytes_per_block
+
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
+        kv_spec = dataclasses.replace(kv_spec, extra_bytes_per_block=draft_block)
         longest = bounded_context(max_context, config)
         return planned_pool_bytes(unbound, kv_spec, longest, available)
 

@@ -11,10 +11,12 @@ from helpers.onnx.blocks import Form
 from helpers.onnx.concat import ConcatDecoder
 from helpers.onnx.writer import write_onnx
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.cli.doctor import doctor_report
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import draft_model_refusal
+from kvboost_edge.engine.memory import selection
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
-from kvboost_edge.engine.memory.draft_plan import plan_draft
+from kvboost_edge.engine.memory.draft_plan import plan_draft, select_with_draft
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
@@ -76,6 +78,27 @@ def test_the_memory_plan_equals_the_engines_usage(pair, options):
     assert planned_memory(target, EngineConfig(draft_model=draft, num_blocks=40)).nbytes > (
         planned_memory(target, EngineConfig(num_blocks=40)).nbytes + kv.bytes_per_block * 40
     )
+
+
+def test_the_chosen_weight_format_leaves_room_for_the_draft_model(pair, monkeypatch):
+    """Int8 weights are chosen if models and pools take at most half of the memory that the draft
+    model's weights leave.
+    """
+    target, draft = pair
+    options = {"num_blocks": 40, "max_num_seqs": 2}
+    fit = _fit(target, draft_model=draft, weights="int8", **options)
+    least = 2 * (fit.info.weight_bytes + fit.pool + fit.draft_pool) + fit.draft_weights
+    checkpoint = Checkpoint.open(target)
+    for available, with_draft in ((least, "int8"), (least - 1, "int4")):
+        monkeypatch.setattr(selection, "available_bytes", lambda available=available: available)
+        for more, expected in (({}, "int8"), ({"draft_model": draft}, with_draft)):
+            selected, planned = select_with_draft(checkpoint, EngineConfig(**options, **more))
+            assert selected.runner.weights == expected
+            assert (planned is None) == (not more)
+            with CPUPagedEngine.from_pretrained(target, **options, **more) as engine:
+                assert engine.runner_info.dtype.startswith(expected)
+    report = doctor_report(str(target), {}, EngineConfig(draft_model=draft, **options))
+    assert report[f"Model {target}"]["weights"] == "int4"
 
 
 def test_answers_equal_those_without_a_draft_model(pair):
