@@ -10,8 +10,10 @@ import functools
 import hashlib
 import logging
 import os
+import re
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +37,8 @@ from kvboost_edge.kernels.notices import tell_of_compilation
 __all__ = ["cache_folder", "cache_of"]
 
 _LOG = logging.getLogger(__name__)
+_UNFINISHED = re.compile(r"\.nb[ic]\.tmp\.[0-9a-f]{16}$")
+_UNFINISHED_S = 24 * 3600  # age at which the writer of an unfinished file must have died
 
 
 class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
@@ -87,11 +91,25 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
             known: file for known, file in self._load_index().items() if known[-1] == key[-1]
         } | {key: name}
         self._save_index(kept)
-        for path in Path(self._cache_path).glob(
-            self._data_name_pattern.format(number=0).replace(".0.", ".*.")
-        ):
-            if path.name not in kept.values():
-                path.unlink(missing_ok=True)
+        self._remove_old({self._index_name, *kept.values()})
+
+    def _remove_old(self, kept: set[str]) -> None:
+        """Remove files of older sources, and files that killed processes did not finish.
+
+        The name of a file contains the line of the kernel, which an older version may have in
+        another place.
+        """
+        kernel, line_and_version = self._index_name.removesuffix(".nbi").rsplit("-", 1)
+        version = line_and_version.partition(".")[2]
+        file = re.compile(rf"{re.escape(kernel)}-\w+\.{re.escape(version)}\.(nbi|\w+\.nbc)")
+        for path in Path(self._cache_path).iterdir():
+            with contextlib.suppress(OSError):
+                if _UNFINISHED.search(path.name):
+                    is_old = time.time() - path.stat().st_mtime > _UNFINISHED_S
+                else:
+                    is_old = file.fullmatch(path.name) is not None and path.name not in kept
+                if is_old:
+                    path.unlink(missing_ok=True)
 
 
 def _is_trusted(folder: Path, *, is_parent: bool) -> bool:

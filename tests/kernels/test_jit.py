@@ -224,6 +224,26 @@ def test_the_cache_keeps_all_signatures_and_removes_older_files(files, tmp_path)
     assert len(list(tmp_path.glob("*.nbc"))) == 2
 
 
+def test_files_of_older_versions_and_of_killed_processes_are_removed(tmp_path):
+    """A kernel is in another line than in the older version."""
+
+    def save(name):
+        file = code_cache._NamedDataFile(str(tmp_path), name, "stamp")
+        before = set(tmp_path.iterdir())
+        file.save(key("f(int)"), "code")
+        return set(tmp_path.iterdir()) - before
+
+    save("module.function-1.py311")
+    others = [save(f"module.{name}") for name in ("function_-1.py311", "function-1.py312")]
+    old, new = (tmp_path / f"a-1.py311.nbi.tmp.{16 * letter}" for letter in "0f")
+    for path in (old, new):
+        path.write_text("unfinished")
+    os.utime(old, (0, 0))
+    mine = save("module.function-7.py311")
+    assert set(tmp_path.iterdir()) == set().union(mine, *others, {new})
+    assert len(mine) == 2
+
+
 def test_kernels_use_this_cache():
     attend = kernels()["kvboost_edge.kernels.attention.float_attend.attend"]
     assert isinstance(attend.dispatcher._cache._cache_file, code_cache._NamedDataFile)
