@@ -19,6 +19,8 @@ def add_three(number):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of compiled kernels."""
+    # Numba reads the variable again when it has changed.
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "kernels"))
     return tmp_path / "kernels"
 
