@@ -30,6 +30,7 @@ from numba.core.caching import (
 
 from kvboost_edge.host.atomic_files import alone_in
 from kvboost_edge.host.file_memo import cache_directory, make_private
+from kvboost_edge.host.processor import describe_cpu
 from kvboost_edge.kernels import sources
 from kvboost_edge.kernels.library import kernel_library
 from kvboost_edge.kernels.notices import tell_of_compilation
@@ -181,6 +182,11 @@ class _CacheFiles(CompileResultCacheImpl):  # type: ignore[misc]
     )
 
 
+@functools.cache
+def _reports_i8mm() -> bool:
+    return "i8mm" in describe_cpu().flags
+
+
 class _PackageCache(FunctionCache):  # type: ignore[misc]
     """Numba's file cache, keyed on the sources of all kernels instead of that of one function.
 
@@ -206,8 +212,10 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         # The variant of the kernels follows the process's kernel library, if it has one.
+        # Otherwise one variant depends on more than the processor's name and features in Numba's
+        # tuple: a virtual machine may hide i8mm.
         library = kernel_library()
-        form = ""
+        form = "i8mm" if _reports_i8mm() else ""
         if library is not None:
             facts = library.manifest
             form = f"{facts.target} {facts.dot_form} {facts.cpu} {facts.features}"

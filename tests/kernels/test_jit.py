@@ -53,6 +53,15 @@ def test_editing_any_kernel_source_invalidates_the_cache(monkeypatch):
     assert attend._cache._index_key(signature, codegen) != before
 
 
+def test_kernels_are_stored_apart_for_processors_that_hide_i8mm(monkeypatch):
+    dispatcher = kernels()["kvboost_edge.kernels.attention.float_attend.attend"].dispatcher
+    keys = []
+    for reported in (False, True):
+        monkeypatch.setattr(code_cache, "_reports_i8mm", lambda reported=reported: reported)
+        keys.append(dispatcher._cache._index_key((), dispatcher.targetctx.codegen()))
+    assert keys[0] != keys[1]
+
+
 def test_kernels_made_by_one_factory_differ_in_name():
     """Otherwise their cache files, and their code in a linked library, would be confused."""
     names = [(kernel.__module__, kernel.__qualname__) for kernel in kernels().values()]
