@@ -25,7 +25,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
-from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.bench.bench_peers import Worker, parser_for_models, worker_or_none
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES, EmbeddingShape
 
@@ -57,10 +57,9 @@ def start(options: argparse.Namespace, model: Path) -> list[Worker]:
                 file=sys.stderr,
             )
             continue
-        try:
-            workers.append(Worker(name, [*command, "--threads", str(options.threads)], None))
-        except RuntimeError as error:
-            print(f"skipped: {error}", file=sys.stderr)
+        worker = worker_or_none(name, [*command, "--threads", str(options.threads)])
+        if worker is not None:
+            workers.append(worker)
     return workers
 
 

@@ -38,6 +38,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,11 +71,15 @@ class Worker:
 
     def __init__(self, label: str, command: list[str], env: dict[str, str] | None) -> None:
         self.label = label
+        # A file, because an engine that filled a pipe would wait for a reader.
+        self._messages = tempfile.TemporaryFile(  # noqa: SIM115 - closed with the process
+            "w+", encoding="utf-8", errors="replace"
+        )
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._messages,
             text=True,
             env=env,
         )
@@ -88,12 +93,14 @@ class Worker:
 
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        assert self.process.stderr is not None
         line = self.process.stdout.readline()
         if not line:
-            said = self.process.stderr.read().strip().splitlines()
+            self.process.communicate()
+            self._messages.seek(0)
+            said = self._messages.read().strip().splitlines()
+            self._messages.close()
             raise RuntimeError(
-                f"{self.label} ended with {self.process.wait()}: "
+                f"{self.label} ended with {self.process.returncode}: "
                 f"{said[-1] if said else 'no message'}"
             )
         answer: dict[str, Any] = json.loads(line)
@@ -101,6 +108,16 @@ class Worker:
 
     def close(self) -> None:
         self.process.communicate()
+        self._messages.close()
+
+
+def worker_or_none(label: str, command: list[str]) -> Worker | None:
+    """Start an engine, or print why it is left out, so that the others are measured."""
+    try:
+        return Worker(label, command, dict(os.environ))
+    except RuntimeError as error:
+        print(f"skipped: {error}", file=sys.stderr)
+        return None
 
 
 def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:

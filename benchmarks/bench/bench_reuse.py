@@ -22,7 +22,6 @@ completely and once, because they can reuse nothing. Ratios are relative to `col
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -35,7 +34,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
-from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.bench.bench_peers import parser_for_models, worker_or_none
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from kvboost_edge import CPUPagedEngine, GenerationMode, GenerationResult
@@ -169,7 +168,9 @@ class Bench:
         for engine in ("llama.cpp", "openvino") if python.exists() else ():
             command = [str(python), str(_BENCHMARKS / "peers" / "worker.py"), engine, str(model)]
             command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
-            worker = Worker(engine, command, dict(os.environ))
+            worker = worker_or_none(engine, command)
+            if worker is None:
+                continue
             worker.ask("ttft", tokens=self.tokens(64), cached=0)
             for name in ("none", "line"):
                 seconds = worker.ask("ttft", tokens=self.prompts[name], cached=0)["seconds"]

@@ -41,7 +41,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
-from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.bench.bench_peers import Worker, parser_for_models, worker_or_none
 from benchmarks.data.agent_turns import AGENT, Outcome, Turns, play
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
@@ -113,9 +113,20 @@ class Bench:
         worker.close()
 
     def _start(self, python: Path, engine: str, capacity: int, more: Sequence[str] = ()) -> Worker:
+        return Worker(engine, self._command(python, engine, capacity, more), dict(os.environ))
+
+    def _command(
+        self, python: Path, engine: str, capacity: int, more: Sequence[str] = ()
+    ) -> list[str]:
         command = [str(python), str(_BENCHMARKS / "peers" / "worker.py"), engine, str(self.model)]
-        command += ["--threads", str(self.options.threads), "--capacity", str(capacity), *more]
-        return Worker(engine, command, dict(os.environ))
+        return [
+            *command,
+            "--threads",
+            str(self.options.threads),
+            "--capacity",
+            str(capacity),
+            *more,
+        ]
 
     def round(self, number: int) -> None:
         prompt = self.tokens(self.options.length)
@@ -169,7 +180,10 @@ class Bench:
         if not self.options.peers_python.exists():
             return
         path = self.scratch / "llama.state"
-        worker = self._start(self.options.peers_python, "llama.cpp", self.options.capacity)
+        command = self._command(self.options.peers_python, "llama.cpp", self.options.capacity)
+        worker = worker_or_none("llama.cpp", command)
+        if worker is None:
+            return
         worker.ask("ttft", tokens=self.tokens(64), cached=0)
         worker.ask("hold", tokens=self.tokens(64))
         self.note("llama.cpp cold, s", worker.ask("ttft", tokens=prompt, cached=0)["seconds"])

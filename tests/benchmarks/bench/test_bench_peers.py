@@ -1,12 +1,20 @@
 """Tests of the benchmark against other engines: recorded memory, measured in a separate process."""
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
-from benchmarks.bench.bench_peers import ALL_SHAPES, Bench, contenders, start
+from benchmarks.bench.bench_peers import (
+    ALL_SHAPES,
+    Bench,
+    Worker,
+    contenders,
+    start,
+    worker_or_none,
+)
 from benchmarks.data.random_model import write_gguf
 from benchmarks.peers import worker
 from kvboost_edge import CPUPagedEngine
@@ -83,6 +91,26 @@ def test_the_first_of_our_contenders_is_compared_with_the_best_peer():
     seconds, speed = bench.rows()
     assert seconds["kvboost_edge kv16 / best peer"] == 3 / 6
     assert speed["kvboost_edge kv16 / best peer"] == 3 / 8
+
+
+def test_an_engine_that_does_not_start_is_left_out_with_its_message(capsys):
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    assert worker_or_none("llama.cpp", command) is None
+    assert capsys.readouterr().err == "skipped: llama.cpp ended with 1: no such model\n"
+
+
+def test_an_engine_may_print_more_messages_than_a_pipe_holds(tmp_path):
+    program = tmp_path / "engine.py"
+    program.write_text(
+        "import sys\n"
+        "print('{}', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    print('x' * 1_000_000, file=sys.stderr, flush=True)\n"
+        "    print('{\"seconds\": 1}', flush=True)\n"
+    )
+    engine = Worker("engine", [sys.executable, str(program)], None)
+    assert engine.ask("ttft") == {"seconds": 1}
+    engine.close()
 
 
 def test_contenders_are_those_that_are_asked_for():
