@@ -9,17 +9,21 @@ export const percent = (share) => (isNumber(share) ? `${(100 * share).toFixed(sh
 
 export const rate = (value) => (isNumber(value) ? value.toFixed(value < 100 ? 1 : 0) : DASH);
 
-/** Milliseconds as "34 ms" or "1.25 s". */
+/** `value` with about three digits. */
+const short = (value) => value.toFixed(value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
+
+/** Milliseconds as "34 ms", "1.25 s" or "300 s". */
 export function duration(ms) {
   if (!isNumber(ms)) return DASH;
-  return ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
+  return ms < 999.5 ? `${ms.toFixed(ms < 9.95 ? 1 : 0)} ms` : `${short(ms / 1000)} s`;
 }
 
 /** Bytes in decimal units, as in the rest of the project. */
 export function bytes(value) {
   if (!isNumber(value)) return DASH;
-  const [size, unit] = value >= 1e9 ? [value / 1e9, "GB"] : value >= 1e6 ? [value / 1e6, "MB"] : [value / 1e3, "kB"];
-  return `${size.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0)} ${unit}`;
+  if (value < 999.5) return `${Math.round(value)} B`;
+  const [size, unit] = value >= 999.5e6 ? [value / 1e9, "GB"] : value >= 999.5e3 ? [value / 1e6, "MB"] : [value / 1e3, "kB"];
+  return `${short(size)} ${unit}`;
 }
 
 /** The beginning of `text`, at most `length` characters, without half of the last one. */

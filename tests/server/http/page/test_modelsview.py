@@ -168,7 +168,7 @@ def test_download_progress_is_shown(page):
     expect(bar).to_have_attribute("aria-valuenow", "25")
     expect(view).to_contain_text("25.0 MB of 100 MB")
     page.tell(loading(100_000_000), loading(0, 2_000_000, DIGEST.replace("0", "1")))
-    expect(view).to_contain_text("file 2, 0.00 kB of 2.00 MB")
+    expect(view).to_contain_text("file 2, 0 B of 2.00 MB")
     page.get_by_label("Add a model").fill("another")
     page.keyboard.press("Enter")
     page.expects("#pull-error").to_contain_text("Another model is being downloaded.")
