@@ -109,7 +109,7 @@ RUN = sorted(
 def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monkeypatch, capsys):
     """The guides' commands run with the bundled model instead of the reader's."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 20)
+    (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 100)
     words = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
     words["16384"] = "2048"  # the bundled model's context
     monkeypatch.setattr(shareable, "FIRST_POSITION", 512)  # sparse prefill needs a longer context
