@@ -4,7 +4,7 @@ import { button, copy, element } from "/static/dom.js";
 import { beginning } from "/static/format.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const MAYBE_FENCE = /^ {0,3}(`+|~+)[^`]*$/;
+const MAYBE_FENCE = /^ {0,3}(`{1,2}|~{1,2}|(`{3,}|~{3,})[^`]*)$/; // a line that is not complete yet
 
 export class AnswerView {
   #root;

@@ -150,6 +150,18 @@ def test_an_answer_is_split_into_text_and_code_at_any_chunk_boundary(modules, te
         assert modules.module("answer", SHOW, pieces) == blocks
 
 
+def test_a_line_is_hidden_only_while_it_may_begin_a_block(modules):
+    body = """
+      const root = document.createElement('div');
+      const view = new it.AnswerView(root);
+      return argument.map((piece) => { view.append(piece); return root.textContent; });
+    """
+    pieces = ["~", "5 km", ", or `", "~\n``", "`py", "\n~/bin/x", "\n~", "~"]
+    shown = ["", "~5 km", "~5 km, or `", "~5 km, or `~", "~5 km, or `~"]
+    code = "~5 km, or `~pyCopy~/bin/x"
+    assert modules.module("answer", body, pieces) == [*shown, code, code, code]
+
+
 def test_a_conversation_omits_unanswered_messages(modules):
     sent = modules.module(
         "conversation",
