@@ -24,6 +24,7 @@ import httpx
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from benchmarks import harness
 from benchmarks.bench.bench_server import free_port, served
 
 _GRAMMAR = 'start: e\ne: e e | e e e | "a" | ""'
@@ -86,15 +87,15 @@ def client_of(port: int, key: str) -> httpx.Client:
 
 def main() -> None:
     """Measure and print the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__ or "")
     parser.add_argument("--model", required=True, help="GGUF file or directory")
     parser.add_argument("--pairs", type=int, default=20, help="number of pairs (default: 20)")
     parser.add_argument(
         "--streams", type=int, default=1, help="number of concurrent hostile requests (default: 1)"
     )
-    options = parser.parse_args()
+    options: argparse.Namespace = parser.parse_args()
+    if options.quick:
+        options.pairs = 2
     port = free_port()
     command = [sys.executable, "-m", "kvboost_edge.server", "--model", options.model]
     command += ["--port", str(port), "--model-name", "m", "--disk-cache-dir", "off"]
@@ -123,12 +124,21 @@ def main() -> None:
                     beside.append(ask(client, prompt))
                 answers = {status: n + hostile.answers[status] for status, n in answers.items()}
     ratios = [b / a for a, b in zip(alone, beside, strict=True)]
-    for name, times in (("alone", alone), ("under the grammar", beside)):
-        spread = f"{min(times):.1f} to {max(times):.1f}"
-        print(f"{name:17} ms: median {statistics.median(times):6.1f}, {spread}")
-    of_medians = statistics.median(beside) / statistics.median(alone)
-    print(f"ratio of medians {of_medians:.2f}, median of pairs {statistics.median(ratios):.2f}")
+    rows = [
+        {
+            "other tenant": name,
+            "median": statistics.median(values),
+            "least": min(values),
+            "most": max(values),
+        }
+        for name, values in (
+            ("alone, ms", alone),
+            ("during the grammar, ms", beside),
+            ("ratio of a pair", ratios),
+        )
+    ]
     print(f"hostile requests: {answers[200]} ended by length, {answers[400]} refused while running")
+    harness.report("bench_ambiguous_grammar", rows, options=options, hostile=answers)
 
 
 if __name__ == "__main__":
