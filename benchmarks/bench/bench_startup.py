@@ -4,9 +4,9 @@
 
 The model is FILE, or a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). The time is measured
 from starting the process to the first byte of `kvboost-edge generate`. The first round, which packs
-the weights, is not counted. The memory is `other_bytes` of an engine after prefill and decoding:
-the resident memory in addition to weights and pool. To measure with a kernel library, set
-KVBOOST_EDGE_KERNELS.
+the weights, is not counted, so files are in the page cache in all others. The memory is
+`other_bytes` of an engine after prefill and decoding: the resident memory in addition to weights
+and pool. To measure with a kernel library, set KVBOOST_EDGE_KERNELS.
 """
 
 from __future__ import annotations
