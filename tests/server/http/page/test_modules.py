@@ -129,6 +129,10 @@ def test_an_empty_setting_is_not_sent(modules):
         ),
         ("```\nnever closed\n", [["code", "never closed"]]),
         ("~~~~\n```\n~~~\n~~~~\nend", [["code", "```\n~~~"], ["text", "end"]]),
+        (
+            "1. do\n   ```py\n   if x:\n       y\n\n z\n   ```\n   so",
+            [["text", "1. do"], ["code", "if x:\n    y\n\nz"], ["text", "   so"]],
+        ),
         ("use ```this``` inline", [["text", "use ```this``` inline"]]),
         ("`one` and ``two``\n` three", [["text", "`one` and ``two``\n` three"]]),
         ("```a\n```\n```b\n2\n```", [["code", ""], ["code", "2"]]),
