@@ -804,16 +804,19 @@ def batch(
         "weights=int8,kv_cache_bits=8,4\n\n"
         "kvboost-edge eval notes.txt -m ./my-model --arithmetic wide\n\n"
         "kvboost-edge eval book.txt -m ./my-model --prefill sparse --window 16384\n\n"
+        "kvboost-edge eval --retrieval 20 -m ./my-model --prefill sparse --window 16384\n\n"
         "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json"
     ),
 )
 def evaluate(
     file: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="FILE", help="UTF-8 text file to evaluate on. '-' reads standard input."
+            metavar="FILE",
+            help="UTF-8 text file to evaluate on. '-' reads standard input. Leave it out with "
+            "--retrieval.",
         ),
-    ],
+    ] = None,
     model: ModelOption = DEMO_MODEL,
     against: Annotated[
         list[str] | None,
@@ -834,8 +837,20 @@ def evaluate(
             metavar="TOKENS",
             help="Number of tokens in a window. Predictions use only earlier tokens of the "
             "same window as context. Each window begins with the special tokens that the "
-            "tokenizer adds before a text, such as BOS. Default: 512, or the model's context "
-            "length if shorter.",
+            "tokenizer adds before a text, such as BOS. With --retrieval: maximum number of tokens "
+            "of a question and its answer. Default: 512, or 8192 with --retrieval, or the model's "
+            "context length if shorter.",
+        ),
+    ] = None,
+    retrieval: Annotated[
+        int | None,
+        typer.Option(
+            "--retrieval",
+            metavar="COUNT",
+            min=1,
+            help="Score answers to generated questions about long texts instead of a text: COUNT "
+            "for each of four tasks (one hidden number, one of several, a chain of variables, the "
+            "most frequent words). Shows the share of correct answers.",
         ),
     ] = None,
     arithmetic: Annotated[
@@ -862,14 +877,25 @@ def evaluate(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure perplexity on a text, and the effect of other weight and KV cache formats."""
-    from kvboost_edge.cli.evaluate import run_eval
+    """Measure perplexity or retrieval, and the effect of other engine options on them.
+
+    Perplexity is measured on a text. Retrieval is the share of correct answers to generated
+    questions about long texts.
+    """
+    from kvboost_edge.cli.evaluate import run_eval, run_retrieval
     from kvboost_edge.cli.option_parsing import engine_options
 
     options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     given = {"arithmetic": arithmetic, "prefill": prefill}
     compared = [*(against or ()), *(f"{name}={kind}" for name, kind in given.items() if kind)]
-    run_eval(file, model, options, compared, window=window, as_json=as_json)
+    if (file is None) == (retrieval is None):
+        raise ConfigError(
+            "eval needs either FILE or --retrieval; give a text file, or a number of questions"
+        )
+    if retrieval is not None:
+        run_retrieval(retrieval, model, options, compared, window=window, as_json=as_json)
+    elif file is not None:
+        run_eval(file, model, options, compared, window=window, as_json=as_json)
 
 
 @app.command(

@@ -1,10 +1,11 @@
-"""The `kvboost-edge eval` command, for perplexity and the effect of weight and KV formats."""
+"""The `kvboost-edge eval` command, for perplexity, retrieval and the effect of engine options."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,17 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from kvboost_edge import shareable
-from kvboost_edge.cli.console import open_console, piped_text, text_column
+from kvboost_edge.cli.console import counted, open_console, piped_text, text_column
 from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.perplexity import MIN_WINDOW, TextScore, score_text
+from kvboost_edge.engine.retrieval import LONGEST_ANSWER, TASKS, TaskScore, score_task
 from kvboost_edge.errors import ConfigError, RequestError
 
-__all__ = ["parse_against", "run_eval"]
+__all__ = ["parse_against", "run_eval", "run_retrieval"]
+
+_RETRIEVAL_WINDOW = 8192  # tokens
 
 
 def run_eval(
@@ -38,17 +42,9 @@ def run_eval(
 
     Loads an engine for each of these sets, one after another, while the first engine stays loaded.
     """
-    others = [(text, {**options, **parse_against(text)}) for text in against]
-    # Fail before any model is loaded.
+    others = _configurations(options, against)
     if window is not None and window < MIN_WINDOW:
         raise ConfigError(f"--window {window} is too small; give at least {MIN_WINDOW} tokens")
-    own = EngineConfig.from_options(**options)
-    for text, changed in others:
-        if EngineConfig.from_options(**changed) == own:
-            raise ConfigError(
-                f"--against {text} changes no option, so both sides would be equal; give another "
-                "value, or change the model's own with -o"
-            )
     text = _read(file)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
@@ -58,7 +54,7 @@ def run_eval(
         num_leading = len(engine.tokenizer.leading_ids)
         scores: list[tuple[str, TextScore]] = []
         if not others:
-            with _bar(notes, "scoring") as progress:
+            with _bar(notes, "scoring", "tokens") as progress:
                 score = score_text(
                     engine, ids, window=size, num_leading=num_leading, progress=progress
                 )
@@ -66,7 +62,7 @@ def run_eval(
         for name, changed in others:
             with (
                 loaded_engine(model, changed, notes) as other,
-                _bar(notes, f"against {name}") as progress,
+                _bar(notes, f"against {name}", "tokens") as progress,
             ):
                 score = score_text(
                     engine,
@@ -90,6 +86,62 @@ def run_eval(
         )
     else:
         _show(scores, form)
+
+
+def run_retrieval(
+    count: int,
+    model: str,
+    options: dict[str, Any],
+    against: Sequence[str],
+    *,
+    window: int | None,
+    as_json: bool,
+) -> None:
+    """Print the scores in tasks of `count` questions each, also for each set of options.
+
+    Loads one engine at a time.
+    """
+    others = _configurations(options, against)
+    notes = open_console(stderr=True, quiet=as_json)
+    found: list[tuple[str, list[TaskScore]]] = []
+    forms = []
+    for name, changed in (("", options), *others):
+        with loaded_engine(model, changed, notes) as engine:
+            longest = engine.runner_info.max_context
+            size = min(_RETRIEVAL_WINDOW, longest) if window is None else window
+            _check_prefill(options, others, size - LONGEST_ANSWER)
+            scores = []
+            with _bar(notes, name or "scoring", "questions") as progress:
+                for index, task in enumerate(TASKS):
+
+                    def report(done: int, before: int = count * index) -> None:
+                        progress(before + done, count * len(TASKS))
+
+                    scores.append(
+                        score_task(engine, task, count=count, context=size, progress=report)
+                    )
+            found.append((name, scores))
+            forms.append(f"{engine.runner_info.dtype} weights")
+    if as_json:
+        rows = [_plain(name, score) for name, scores in found for score in scores]
+        print(json.dumps({"model": model, "window": size, "retrieval": rows}))
+    else:
+        _show_retrieval(found, forms[0], size)
+
+
+def _configurations(
+    options: dict[str, Any], against: Sequence[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the options to compare with, by their text, or fail before any model is loaded."""
+    others = [(text, {**options, **parse_against(text)}) for text in against]
+    own = EngineConfig.from_options(**options)
+    for text, changed in others:
+        if EngineConfig.from_options(**changed) == own:
+            raise ConfigError(
+                f"--against {text} changes no option, so both sides would be equal; give another "
+                "value, or change the model's own with -o"
+            )
+    return others
 
 
 def _check_prefill(
@@ -133,12 +185,12 @@ def _read(file: str) -> str:
 
 
 @contextmanager
-def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar that counts tokens."""
+def _bar(notes: Console, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar that counts tokens or questions."""
     columns = (
         text_column("{task.description}"),
         BarColumn(),
-        text_column("{task.completed:.0f} of {task.total:.0f} tokens"),
+        text_column(f"{{task.completed:.0f}} of {{task.total:.0f}} {unit}"),
     )
     with Progress(
         *columns,
@@ -151,7 +203,7 @@ def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _plain(name: str, score: TextScore) -> dict[str, Any]:
+def _plain(name: str, score: TextScore | TaskScore) -> dict[str, Any]:
     return {"against": name or None, **dataclasses.asdict(score)}
 
 
@@ -169,4 +221,19 @@ def _show(scores: Sequence[tuple[str, TextScore]], form: str) -> None:
             apart = score.difference
             cells = (f"{apart.mean_kl:.2e}", f"{apart.max_kl:.2e}", f"{apart.top1_agreement:.2%}")
             table.add_row(name, f"{apart.perplexity:.4f}", *cells)
+    open_console().print(table)
+
+
+def _show_retrieval(
+    found: Sequence[tuple[str, Sequence[TaskScore]]], form: str, window: int
+) -> None:
+    questions = counted(found[0][1][0].questions, "question", "questions")
+    table = Table(title=f"{questions} per task, windows of {window:,}", title_justify="left")
+    table.add_column("")
+    for name, _ in found:
+        table.add_column(name or form, justify="right")
+    for row in zip(*(scores for _, scores in found), strict=True):
+        table.add_row(row[0].task, *(f"{score.score:.1%}" for score in row))
+    means = (statistics.fmean(score.score for score in scores) for _, scores in found)
+    table.add_row("mean", *(f"{mean:.1%}" for mean in means))
     open_console().print(table)

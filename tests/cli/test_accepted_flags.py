@@ -62,7 +62,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         "FILE",
         (
             *(*MODEL, "--against weights=int4", "--window 64", "--arithmetic exact"),
-            "--prefill exact",
+            *("--prefill exact", "--retrieval 5"),
             *(*ENGINE, *PACKED, "--json"),
         ),
     ),

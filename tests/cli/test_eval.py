@@ -3,16 +3,19 @@ formats of one model.
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from helpers.engine.retrieval_solver import solve
 from helpers.models.tiny_checkpoints import BOS_ID
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import shareable
 from kvboost_edge.cli.evaluate import parse_against
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
+from kvboost_edge.engine.retrieval import TASKS
 from kvboost_edge.errors import ConfigError, RequestError
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 5
@@ -171,6 +174,31 @@ def long_model(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024)
 
 
+def test_eval_scores_retrieval_of_both_sides(long_model, printed, answered, monkeypatch):
+    def generate(self, ids, max_new_tokens, temperature):
+        is_exact = self.config.prefill == "exact"
+        answer = solve(self.tokenizer.decode(ids)) if is_exact else ""
+        return SimpleNamespace(output_text=answer)
+
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 512)
+    monkeypatch.setattr(CPUPagedEngine, "generate", generate)
+    argv = ["eval", "--retrieval", "2", "-m", long_model, "--window", "900", *SMALL]
+    argv += ["-o", "runner=native", "--prefill", "sparse"]
+    found = answered(*argv)
+    assert found["window"] == 900
+    rows = [(row["against"], row["task"], row["score"]) for row in found["retrieval"]]
+    assert rows == [
+        (against, task, score)
+        for against, score in ((None, 1.0), ("prefill=sparse", 0.0))
+        for task in TASKS
+    ]
+    assert all(700 < row["tokens"] < 900 for row in found["retrieval"])
+    lines = printed(*argv).out.splitlines()
+    for name in (*TASKS, "mean"):
+        (line,) = (line for line in lines if f" {name} " in line)
+        assert line.index("100.0%") < line.index(" 0.0%")
+
+
 def test_eval_measures_sparse_prefill_only_where_it_applies(
     long_model, tmp_path, answered, refused, monkeypatch
 ):
@@ -182,6 +210,13 @@ def test_eval_measures_sparse_prefill_only_where_it_applies(
     assert score["difference"]["mean_kl"] > 0
     for window in ([], ["--window", "656"]):
         assert "the longest prompt has" in refused(*argv, *window)
+    argv[1:2] = ["--retrieval", "1"]
+    assert "the longest prompt has 602 tokens" in refused(*argv, "--window", "650")
+
+
+@pytest.mark.parametrize("extra", [[], ["FILE", "--retrieval", "3"]], ids=str)
+def test_eval_takes_a_file_or_questions(extra, tiny_model_dir, refused):
+    assert "either FILE or --retrieval" in refused("eval", *extra, "-m", tiny_model_dir)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monk
     (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 100)
     words = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
     words["16384"] = "2048"  # the bundled model's context
+    words["20"] = "1"  # questions per task of --retrieval
     monkeypatch.setattr(shareable, "FIRST_POSITION", 512)  # sparse prefill needs a longer context
     assert run([words.get(word, word) for word in arguments]) == 0
     assert capsys.readouterr().out

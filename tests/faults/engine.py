@@ -327,4 +327,11 @@ FAULTS = (
         "pass",
         "tests/engine/test_native_failures.py",
     ),
+    fault(
+        "retrieval questions exceed the context",
+        "engine/retrieval.py",
+        "if len(ids) <= context - question.longest:",
+        "if len(ids) <= context + question.longest:",
+        "tests/engine/test_retrieval.py",
+    ),
 )

@@ -1,0 +1,71 @@
+"""Tests of the generated questions about long texts, and of the scores of answers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.engine.retrieval_solver import solve
+from helpers.models.tiny_models import save_tiny_model
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.retrieval import TASKS, make_question, score_answer, score_task
+from kvboost_edge.errors import RequestError
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_text_contains_what_its_answer_needs(task):
+    text, question = make_question(task, 3, 400)
+    assert make_question(task, 3, 400)[0] == text != make_question(task, 4, 400)[0]
+    places = [text.index(part) for part in question.parts]
+    assert places == sorted(places)
+    for one in question.expected:
+        assert one in text
+        assert one not in question.question
+    assert score_answer(" and ".join(question.expected), question.expected) == 1
+    assert score_answer(question.expected[0], question.expected) == 1 / len(question.expected)
+
+
+def test_the_words_that_are_asked_for_are_the_most_frequent():
+    text, question = make_question("common_words", 0, 400)
+    counts = {word: text.split().count(word) for word in set(text.split())}
+    assert set(sorted(counts, key=counts.get)[-3:]) == set(question.expected)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    model = save_tiny_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024)
+    with CPUPagedEngine.from_pretrained(model, num_blocks=80, num_threads=1) as one:
+        yield one
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_scored_by_what_the_prompt_says(task, engine, monkeypatch):
+    prompts = []
+
+    def generate(ids, max_new_tokens, temperature):
+        prompts.append(ids)
+        assert 900 < len(ids) + max_new_tokens <= 1000
+        assert temperature == 0
+        text = engine.tokenizer.decode(ids)
+        return SimpleNamespace(output_text=solve(text) if len(prompts) % 4 else "unknown")
+
+    monkeypatch.setattr(engine, "generate", generate)
+    seen = []
+    found = score_task(engine, task, count=4, context=1000, progress=seen.append)
+    assert (found.task, found.questions, found.score) == (task, 4, 0.75)
+    assert found.tokens in range(min(map(len, prompts)), max(map(len, prompts)) + 1)
+    assert len({tuple(ids) for ids in prompts}) == 4
+    assert seen == [1, 2, 3, 4]
+
+
+def test_answers_come_from_the_engine(engine):
+    found = score_task(engine, "needle", count=1, context=700)
+    assert found.score == 0  # the model is random
+    assert found.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("context", "message"), [(200, "too small for a question"), (1025, "at most 1024")]
+)
+def test_contexts_out_of_range_are_refused(engine, context, message):
+    with pytest.raises(RequestError, match=message):
+        score_task(engine, "multi_key", count=1, context=context)
