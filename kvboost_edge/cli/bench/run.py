@@ -289,11 +289,11 @@ class _Bar:
         self._task = bar.add_task("", total=total)
 
     def name(self, case: Case) -> None:
-        self._bar.update(self._task, description=case.name)
+        self._bar.update(self._task, description=case.name, refresh=True)
 
     def counted(self, sample: Sample) -> Sample:
         """Count a repetition, and return it."""
-        self._bar.advance(self._task)
+        self._bar.update(self._task, advance=1, refresh=True)
         return sample
 
     def beside(self, work: Callable[[Any], None], given: Any) -> None:
@@ -310,6 +310,7 @@ def _bar(notes: Console, total: int) -> Iterator[_Bar]:
         *columns,
         console=notes,
         transient=True,
+        auto_refresh=False,  # a thread that draws would take time from the measured work
         redirect_stdout=False,  # rows go to standard output, which may be a file
         disable=not notes.is_terminal,
     ) as bar:

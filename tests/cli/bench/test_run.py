@@ -4,12 +4,14 @@ import io
 import json
 import re
 import tempfile
+import threading
 
 import pytest
 from rich.console import Console
 
 from helpers.models.mtp_heads import save_with_head
 from kvboost_edge.cli.bench import run
+from kvboost_edge.cli.bench.cases import Case, Sample
 from kvboost_edge.cli.bench.measure import CaseTimer
 
 SMALL = ("--option", "num_blocks=64", "--option", "max_num_seqs=8", "-t", "1")
@@ -210,3 +212,15 @@ def test_one_progress_bar_counts_all_repetitions(tiny_model_dir, folder, monkeyp
     assert len(rows) == 5
     assert totals == [10]
     assert "restart @ d64" in console.file.getvalue()
+
+
+def test_the_progress_bar_is_drawn_between_repetitions_and_by_no_thread():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    before = threading.active_count()
+    with run._bar(console, 3) as bar:
+        bar.name(Case("pp", 512, 0, 0))
+        for count in (1, 2):
+            bar.counted(Sample(1.0, 0))
+            assert f"{count}/3" in console.file.getvalue()
+        assert "pp512" in console.file.getvalue()
+        assert threading.active_count() == before
