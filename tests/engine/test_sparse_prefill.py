@@ -61,6 +61,21 @@ def test_chunks_batches_and_cached_prefixes_change_no_bit(model, bits):
 
 
 @pytest.mark.parametrize("bits", [16, 8])
+def test_preempted_sequences_keep_their_sparse_range(tmp_path, bits):
+    """The model has layers with and without a sliding window."""
+    path = save_tiny_model("gemma3", tmp_path, max_position_embeddings=1024)
+    options = {**GREEDY, "max_new_tokens": 60}
+    with engine(path, kv_cache_bits=bits) as roomy:
+        alone = [answer(roomy.generate(ids, **options)) for ids in (TEXT, OTHER)]
+    # Both prompts fit, but not both answers.
+    with engine(path, kv_cache_bits=bits, num_blocks=104, max_num_seqs=2) as tight:
+        handles = [tight.submit(ids, **options) for ids in (TEXT, OTHER)]
+        results = [handle.result() for handle in handles]
+    assert [result.preemptions for result in results] != [0, 0]
+    assert [answer(result) for result in results] == alone
+
+
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("start", [591, 592, 600])
 def test_logits_of_cached_prompts_begin_with_whole_query_blocks(model, start, bits):
     with engine(model, kv_cache_bits=bits) as one:
