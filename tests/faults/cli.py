@@ -46,6 +46,20 @@ FAULTS = (
         f"{_CACHE}::test_prune_removes_the_least_recently_used_blocks",
     ),
     fault(
+        "prune keeps expired sessions",
+        "cli/cache/actions.py",
+        "if old or one.has_expired or",
+        "if old or",
+        f"{_CACHE}::test_prune_removes_expired_sessions",
+    ),
+    fault(
+        "a chat whose session is not saved exits with 0",
+        "cli/chat.py",
+        "(conversation.has_failed or conversation.is_unsaved)",
+        "conversation.has_failed",
+        "tests/cli/test_named_session.py::test_a_named_session_on_a_server",
+    ),
+    fault(
         "clears the whole cache without asking",
         "cli/cache/actions.py",
         "if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):",

@@ -107,6 +107,13 @@ FAULTS = (
         f"{_METER}::test_queues_are_counted_for_any_sequence_of_events",
     ),
     fault(
+        "counts weights in a shared file once per replica",
+        "serve_ray/aggregation.py",
+        "one.weights.get(name, one.replica)",
+        "one.replica",
+        "tests/serve_ray/test_aggregation.py::test_weights_that_replicas_share_count_once",
+    ),
+    fault(
         "counts blocks on a shared server once for each replica",
         "serve_ray/aggregation.py",
         "            summed[field] = _once_per_store(values)\n",

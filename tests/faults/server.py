@@ -369,6 +369,20 @@ _ISOLATION = (
         f"{_TENANTS}::test_requests_and_responses_of_other_keys_are_invisible",
     ),
     fault(
+        "forgets a request that times out before its first token",
+        "server/cache_report/tracker.py",
+        'if is_late or result.finish_reason == "timeout":',
+        'if result.finish_reason == "timeout":',
+        "tests/server/api/test_doctor.py::test_requests_that_time_out_before_a_token_are_listed",
+    ),
+    fault(
+        "compares prompts with a request that never started",
+        "server/cache_report/recent_requests.py",
+        "            if kept.salt == salt and kept.record.has_started\n",
+        "            if kept.salt == salt\n",
+        "tests/server/api/test_doctor.py::test_requests_that_time_out_before_a_token_are_listed",
+    ),
+    fault(
         "compares a prompt with prompts under another salt",
         "server/cache_report/recent_requests.py",
         "            if kept.salt == salt and kept.record.has_started\n",
