@@ -3,7 +3,6 @@
 import { byId } from "/static/dom.js";
 import { MODIFIER, showShortcuts } from "/static/keys.js";
 
-const MAX_LISTED_CHATS = 20;
 const VIEWS = { chat: "chat", live: "live view of the block pool", requests: "last requests", models: "models", settings: "settings" };
 const COLOURS = { auto: "as the system", light: "light", dark: "dark" };
 
@@ -28,8 +27,8 @@ export function commandsOf({ chat, models, presets, show, openSettings }) {
     ...Object.entries(VIEWS).map(([view, name]) => ({ title: "Show", detail: name, run: () => show(view) })),
     ...presets.all.map(({ name }) => ({ title: "Use preset", detail: name, run: () => presets.use(name) })),
     { title: "Edit the system prompt", run: () => openSettings("system") },
-    ...chat.others.slice(0, MAX_LISTED_CHATS).map(({ id, title }) => ({ title: "Open chat", detail: title || "(no title)", run: toChat(() => chat.open(id)) })),
     ...Object.entries(COLOURS).map(([name, words]) => ({ title: "Colours", detail: words, run: () => document.dispatchEvent(new CustomEvent("themechoice", { detail: name })) })),
     { title: "Keyboard shortcuts", keys: `${MODIFIER} /`, run: showShortcuts },
+    ...chat.others.map(({ id, title }) => ({ title: "Open chat", detail: title || "(no title)", run: toChat(() => chat.open(id)) })),
   ];
 }

@@ -157,6 +157,19 @@ def test_palette_commands_perform_their_actions(page):
 
 
 @pytest.mark.full
+def test_the_palette_finds_every_stored_chat(page):
+    page.evaluate("""
+      for (let number = 0; number < 100; number += 1) {
+        const question = `Question #${number}`;
+        const chat = {title: question, changed: number, turns: [{question, steps: []}]};
+        localStorage.setItem(`chat:${number}`, JSON.stringify(chat));
+      }
+    """)
+    run(page, "question #0")
+    expect(page.locator(".question")).to_have_text("Question #0")
+
+
+@pytest.mark.full
 def test_the_palette_selects_a_model(page):
     models = [{"id": "small", "state": "loaded"}, {"id": "a <b>large</b> one", "state": "loaded"}]
     page.serve("**/v1/models", {"data": models})
