@@ -336,10 +336,14 @@ export class Chat {
 
   /** Another tab stored or deleted a chat. If it continued this one, shows that, or keeps a running answer as another chat. */
   #changedElsewhere({ key, newValue }) {
-    const isContinued = newValue !== null && this.#id !== "" && idOf(key) === this.#id;
-    if (isContinued && this.#running === null) {
+    const isThis = this.#id !== "" && idOf(key) === this.#id;
+    if (isThis && newValue === null) {
+      this.#warn("This browser no longer keeps this chat. Your next message stores it again.");
+    } else if (isThis && this.#running === null) {
+      const edited = this.#draft === null ? null : this.#prompt.value;
       this.open(this.#id);
-    } else if (isContinued) {
+      if (edited !== null) this.#write(edited);
+    } else if (isThis) {
       this.#id = "";
       this.#keep();
     }

@@ -348,11 +348,30 @@ def test_two_tabs_continue_the_same_chat(stand_in):
     say(chat, "Apples", "Red", 1)
     with chat.another_tab() as other:
         other.select_option("#chats", label="Apples")
+        chat.button("Edit the last message").click()
+        chat.fill("#prompt", "Apples?")
         assert say(other, "Pears", "Green", 1) == ["Apples", "Red", "Pears"]
         expect(chat.locator(".answer-body")).to_have_text(["Red", "Green"])
+        assert chat.input_value("#prompt") == "Apples?"
+        expect(chat.locator("#editing")).to_be_hidden()
         assert say(chat, "Plums", "Blue", 2) == ["Apples", "Red", "Pears", "Green", "Plums"]
         expect(other.locator(".question")).to_have_text(["Apples", "Pears", "Plums"])
     assert kept(chat) == {"Apples": ["Apples", "Pears", "Plums"]}
+
+
+@pytest.mark.full
+def test_a_chat_that_another_tab_deletes_stays_until_it_is_left(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    with chat.another_tab() as other:
+        other.select_option("#chats", label="Apples")
+        delete(other)
+        expect(chat.locator("#chat-warning")).to_contain_text("no longer keeps this chat")
+        assert kept(chat) == {}
+    expect(chat.locator(".answer-body")).to_have_text("Red")
+    assert say(chat, "Pears", "Green", 2) == ["Apples", "Red", "Pears"]
+    assert kept(chat) == {"Apples": ["Apples", "Pears"]}
+    expect(chat.locator("#chat-warning")).to_be_empty()
 
 
 @pytest.mark.full
