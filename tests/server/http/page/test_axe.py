@@ -162,10 +162,15 @@ def test_dialogs_have_no_accessibility_violations(page):
 
 @pytest.mark.full
 @looks(3)
-def test_an_error_has_no_accessibility_violations(page):
+def test_errors_have_no_accessibility_violations(page):
+    page.evaluate("void (Storage.prototype.setItem = () => { throw new Error('full'); })")
     page.begin("Hello")
-    page.evaluate('window.say(\'data: {"error": {"message": "too slow"}}\\n\\n\')')
+    page.fail("too slow")
     page.answer("failed")
+    page.expects("#chat-warning").not_to_be_empty()
+    assert findings(page) == []
+    page.button("Edit the last message").click()
+    page.expects("#editing").to_be_visible()
     assert findings(page) == []
 
 
