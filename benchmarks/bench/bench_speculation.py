@@ -225,13 +225,13 @@ def _words(text: str) -> list[int]:
 def _draft(script: Script, acceptance: Sequence[float]) -> None:
     """Make the head draft tokens of the script with these probabilities, by position."""
     rng = np.random.default_rng(0)
-    push = model_drafts.ModelTurn.push
+    push = model_drafts.DraftStep.push
     place = 0
 
-    def push_at_place(turn: model_drafts.ModelTurn, logits: Any, padded: Any) -> None:
+    def push_at_place(step: model_drafts.DraftStep, logits: Any, padded: Any) -> None:
         nonlocal place
-        place = len(turn.tokens)
-        push(turn, logits, padded)
+        place = len(step.tokens)
+        push(step, logits, padded)
 
     def chance(*_: Any) -> float:
         return acceptance[min(place, len(acceptance) - 1)]
@@ -246,7 +246,7 @@ def _draft(script: Script, acceptance: Sequence[float]) -> None:
 
     model_drafts.make_sampler = sampler
     # The sampler does not know the position in the draft.
-    model_drafts.ModelTurn.push = push_at_place
+    model_drafts.DraftStep.push = push_at_place
     # The head's confidence equals the acceptance probability. Otherwise no draft would end early.
     model_drafts._probability = chance
 

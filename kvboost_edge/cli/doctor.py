@@ -296,7 +296,7 @@ def _drafted(checkpoint: Checkpoint, config: EngineConfig) -> tuple[Selection, D
         ConfigError: The model cannot have this draft model.
     """
     selected, draft = select_with_draft(checkpoint, config)
-    if draft is not None and not draft.is_head:
+    if draft is not None and not draft.is_mtp_head:
         check_draft_vocabulary(load_tokenizer(checkpoint), draft)
     return selected, draft
 
@@ -355,7 +355,7 @@ def _arithmetic(fit: MemoryCheck) -> str:
     copies = " and the runner's copies" * fit.info.copies_kv
     both = ""
     if fit.draft is not None:
-        both = " of the model and its head" if fit.draft.joins_states else " of both models"
+        both = " of the model and its head" if fit.draft.joins_hidden_states else " of both models"
     shortage = f"; {fit.shortage}" if fit.shortage else ""
     bound = (
         "" if fit.overhead is None else f"; the process needs {gb(fit.overhead.nbytes)} in addition"

@@ -165,7 +165,7 @@ def build_from_path(
     pool_bytes = None
     # Load the tokenizer before measuring, so its memory counts as overhead.
     tokenizer = load_tokenizer(checkpoint)
-    if draft is not None and not draft.is_head:
+    if draft is not None and not draft.is_mtp_head:
         check_draft_vocabulary(tokenizer, draft)
     if device.startswith("cuda"):
         overhead = measured_overhead(checkpoint, config, selected, draft)
@@ -270,7 +270,7 @@ def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:
         assert draft is not None  # the config names a draft model
         if draft.checkpoint.path == checkpoint.path:
             return "it is the draft model itself"
-        if not draft.is_head:
+        if not draft.is_mtp_head:
             check_draft_vocabulary(load_tokenizer(checkpoint), draft)
     except DraftModelMismatch as error:
         return str(error)
@@ -596,7 +596,7 @@ def _make_drafter(
     kv_format = _kv_format(config, runner, backend)
     digest = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
     drafter = DraftParts(runner, backend, digest)
-    kind = "multi-token prediction head" if info.joins_states else "draft model"
+    kind = "multi-token prediction head" if info.joins_hidden_states else "draft model"
     _LOG.info(
         "%s: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",
         "assistant" if info.borrows_kv else kind,

@@ -31,7 +31,7 @@ from kvboost_edge.engine.schedule.progress_estimate import ProgressEstimate
 from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
-from kvboost_edge.engine.schedule.step_batch import build_batch, split_rows, split_states
+from kvboost_edge.engine.schedule.step_batch import build_batch, split_hidden_states, split_rows
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.sequence_factory import Sequences
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
@@ -470,7 +470,7 @@ class EngineCore:
             self.scheduler.manager,
             self._runner.info.hidden_size,
             is_abandoned,
-            self.scheduler.speculation.num_states,
+            self.scheduler.speculation.num_hidden_states,
             is_split=self._runner.info.splits_passes,
         )
 
@@ -530,7 +530,9 @@ class EngineCore:
             if batch is None:
                 return []
             logits = self._runner.forward(batch)
-            self.scheduler.speculation.keep_states(plan.work, split_states(batch), self._is_ending)
+            self.scheduler.speculation.keep_hidden_states(
+                plan.work, split_hidden_states(batch), self._is_ending
+            )
             return split_rows(plan.work, batch, logits)
         except PassAbandoned:
             return None  # the next step ends all sequences of this pass

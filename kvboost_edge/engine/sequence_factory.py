@@ -94,7 +94,7 @@ def make_model_drafts(
 def _kind_of(drafter: DraftParts) -> type[DraftModel]:
     if not drafter.has_kv:
         return Assistant
-    return MtpHead if drafter.runner.info.joins_states else DraftModel
+    return MtpHead if drafter.runner.info.joins_hidden_states else DraftModel
 
 
 class Sequences:

@@ -44,9 +44,9 @@ class ForwardBatch:
         positions: int64 [num_tokens], absolute positions of the tokens.
         layout: slots for the new KV, and block tables for attention.
         logit_rows: int64 [num_logits], rows of the flat batch that need logits, ascending.
-        state_rows: int64 [num_states], rows that need the hidden state after the last norm,
-            ascending. A row may need both.
-        states: float32 [num_states, hidden_size], receives those hidden states.
+        hidden_state_rows: int64 [num_hidden_states], rows that need the hidden state after the last
+            norm, ascending. A row may need both.
+        hidden_states: float32 [num_hidden_states, hidden_size], receives those hidden states.
         joined: float32 [num_tokens, hidden_size], hidden states that an MTP head joins with the
             embeddings of the tokens, or None for other models. An assistant returns logits and
             states of all rows.
@@ -62,10 +62,10 @@ class ForwardBatch:
     positions: npt.NDArray[np.int64]
     layout: BatchLayout
     logit_rows: npt.NDArray[np.int64]
-    state_rows: npt.NDArray[np.int64] = dataclasses.field(
+    hidden_state_rows: npt.NDArray[np.int64] = dataclasses.field(
         default_factory=lambda: np.empty(0, np.int64)
     )
-    states: npt.NDArray[np.float32] = dataclasses.field(
+    hidden_states: npt.NDArray[np.float32] = dataclasses.field(
         default_factory=lambda: np.empty((0, 0), np.float32)
     )
     joined: npt.NDArray[np.float32] | None = None
@@ -92,7 +92,7 @@ class RunnerInfo:
             copies take at most the size of the pool.
         hidden_size: size of a hidden state, or 0 if the runner does not return hidden states.
         stores_kv: False if each text is one pass that stores no KV. Results are then hidden states.
-        joins_states: True for an MTP head, whose passes need `ForwardBatch.joined`.
+        joins_hidden_states: True for an MTP head, whose passes need `ForwardBatch.joined`.
         borrows_kv: True for an assistant, which attends to the KV of the model that it drafts for
             and stores none.
         short_vocabulary: number of ids in the short vocabulary, which has the lowest ids, or 0 if
@@ -115,7 +115,7 @@ class RunnerInfo:
     copies_kv: bool = False
     hidden_size: int = 0
     stores_kv: bool = True
-    joins_states: bool = False
+    joins_hidden_states: bool = False
     borrows_kv: bool = False
     short_vocabulary: int = 0
     num_params: int = 0
@@ -223,10 +223,10 @@ class Runner(Protocol):
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Compute a pass: store its KV, fill `batch.states` and return logits.
+        """Compute a pass: store its KV, fill `batch.hidden_states` and return logits.
 
         If a key or value that a sequence stores is not finite, all its logits and states are NaN.
-        `batch.state_rows` requires `info.hidden_size` > 0.
+        `batch.hidden_state_rows` requires `info.hidden_size` > 0.
 
         Returns:
             Logits, float32 [num_logits, vocab_size], valid until the next call.

@@ -24,15 +24,15 @@ FAULTS = faults(
     (
         "MTP head: loses its context where a draft crosses a block",
         "engine/spec_decode/mtp_head.py",
-        "first = min(rows.start, rows.states.stop) // self.block_size",
+        "first = min(rows.start, rows.hidden_states.stop) // self.block_size",
         "first = rows.start // self.block_size",
         _OF_HEADS,
     ),
     (
         "MTP head: stays blind before the last tokens of an earlier request",
         "engine/spec_decode/mtp_head.py",
-        "start = self._connected(table, (states.first + 1) // self.block_size)",
-        "start = states.first + 1",
+        "start = self._connected(table, (hidden_states.first + 1) // self.block_size)",
+        "start = hidden_states.first + 1",
         _OF_HEADS,
     ),
     (
@@ -43,10 +43,10 @@ FAULTS = faults(
         _OF_HEADS,
     ),
     (
-        "MTP head: states of the last tokens of a warmed prompt wait for a draft",
+        "MTP head: hidden states of the last tokens of a warmed prompt wait for a draft",
         "engine/spec_decode/model_drafts.py",
-        "most = 0 if draft.only_fills else _KEPT_STATES",
-        "most = _KEPT_STATES",
+        "most = 0 if draft.only_fills else _KEPT_HIDDEN_STATES",
+        "most = _KEPT_HIDDEN_STATES",
         _OF_HEADS,
     ),
     (
@@ -66,13 +66,13 @@ FAULTS = faults(
     (
         "MTP head: gives up a prompt of which another request fills a block",
         "engine/spec_decode/model_drafts.py",
-        "runs = self._without(turn, runs, taken)",
+        "runs = self._without(step, runs, taken)",
         "pass",
         _OF_HEADS,
     ),
     (
         "MTP head: joins a token with the token's own state",
-        "engine/spec_decode/token_states.py",
+        "engine/spec_decode/hidden_states.py",
         "found[first - start + 1 :][: len(rows)] = rows",
         "found[first - start + 1 :][: len(rows) - 1] = rows[1:]",
         _OF_HEADS,
@@ -80,13 +80,13 @@ FAULTS = faults(
     (
         "MTP head: computes no KV of a pass's last token",
         "engine/spec_decode/model_drafts.py",
-        "ModelTurn(work.sequence, draft, states.stop)",
-        "ModelTurn(work.sequence, draft)",
+        "DraftStep(work.sequence, draft, hidden_states.stop)",
+        "DraftStep(work.sequence, draft)",
         _OF_HEADS,
     ),
     (
         "MTP head: keeps hidden states of rejected draft tokens",
-        "engine/spec_decode/token_states.py",
+        "engine/spec_decode/hidden_states.py",
         "self.stop = min(stop, self.first + len(self._rows))",
         "self.stop = self.first + len(self._rows)",
         _OF_HEADS,
@@ -129,8 +129,8 @@ FAULTS = faults(
     (
         "draft model: verifies a draft below the minimum length",
         "engine/spec_decode/speculation.py",
-        "tokens = _long_enough(turn.sequence.request, turn.tokens)",
-        "tokens = turn.tokens",
+        "tokens = _long_enough(step.sequence.request, step.tokens)",
+        "tokens = step.tokens",
         _OF_MODELS,
     ),
     (

@@ -231,7 +231,7 @@ def plan_draft_fit(
         ConfigError: An option for recurrent state is set for a model without it, or `max_memory`
             for a runner whose buffer sizes are unknown.
     """
-    optional = draft if draft is not None and draft.is_own_head else None
+    optional = draft if draft is not None and draft.is_own_mtp_head else None
     # Measured first, because the kernels of the head take memory once they are loaded.
     alone = None if optional is None else measured_overhead(checkpoint, config, selected)
     overhead = measured_overhead(checkpoint, config, selected, draft)
@@ -255,9 +255,9 @@ def _draft_share(draft: DraftPlan | None) -> str:
         return ""
     info = draft.info
     name, advice = "draft model", "; leave draft_model out, or choose a smaller one"
-    if draft.is_head:
+    if draft.is_mtp_head:
         name = "assistant" if info.borrows_kv else "multi-token prediction head"
-        advice = "" if draft.is_own_head else "; leave draft_model out"
+        advice = "" if draft.is_own_mtp_head else "; leave draft_model out"
     return (
         f". The {name} takes {gb(info.weight_bytes)} of the weights and "
         f"{info.kv_spec.bytes_per_block} bytes of each block{advice}"

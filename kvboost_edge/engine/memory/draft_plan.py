@@ -70,12 +70,12 @@ class DraftPlan(NamedTuple):
     head: Checkpoint | AssistantFiles | None = None
 
     @property
-    def is_head(self) -> bool:
+    def is_mtp_head(self) -> bool:
         """True for an MTP head or assistant."""
         return self.head is not None
 
     @property
-    def is_own_head(self) -> bool:
+    def is_own_mtp_head(self) -> bool:
         """True for the MTP head in the model's own files, which the engine can do without."""
         return self.head is self.checkpoint
 
@@ -130,7 +130,7 @@ class DraftPlan(NamedTuple):
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the draft model or head."""
-        return "mtp " * self.is_head + self.checkpoint.fingerprint()
+        return "mtp " * self.is_mtp_head + self.checkpoint.fingerprint()
 
 
 def plan_draft(target: Checkpoint, selected: Selection, config: EngineConfig) -> DraftPlan | None:
@@ -176,7 +176,7 @@ def select_with_draft(
     """
     selected = select_path(target, config)
     draft = plan_draft(target, selected, config)
-    if draft is None or draft.is_own_head:
+    if draft is None or draft.is_own_mtp_head:
         return selected, draft
     with_room = select_path(target, config, draft.info)
     if with_room.runner.weights != selected.runner.weights:
@@ -330,7 +330,7 @@ def _head_info(
         max_context=bounded_context(usable_context(checkpoint.config), config),
         weight_bytes=plan_bytes(head.mtp_plan(weights)),
         kv_spec=native_kv_spec(spec, weights, config.block_size, _UNQUANTIZED),
-        joins_states=True,
+        joins_hidden_states=True,
         borrows_kv=spec.backbone_size > 0,
         # Gemma's tokenizers give high ids to punctuation, so a short vocabulary would not be used.
         short_vocabulary=0 if spec.backbone_size else short_vocabulary(config, spec.vocab_size),

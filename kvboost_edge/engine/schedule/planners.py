@@ -79,14 +79,14 @@ class DraftPlanner:
             is_ending: function that returns whether a sequence is about to end.
         """
 
-    def num_states(self, work: ScheduledTokens[Sequence]) -> int:
-        """Return the number of last tokens of an item whose hidden states `keep_states` needs."""
+    def num_hidden_states(self, work: ScheduledTokens[Sequence]) -> int:
+        """Return the number of last tokens of an item for `keep_hidden_states`."""
         return 0
 
-    def keep_states(
+    def keep_hidden_states(
         self,
         work: Several[ScheduledTokens[Sequence]],
-        states: Several[Floats],
+        hidden_states: Several[Floats],
         is_ending: Callable[[Sequence], bool],
     ) -> None:
         """Keep hidden states of a step's pass for later drafts.
@@ -95,7 +95,8 @@ class DraftPlanner:
 
         Args:
             work: items of the step's plan.
-            states: hidden states [num_states, hidden_size] of the last tokens of each item.
+            hidden_states: hidden states [num_hidden_states, hidden_size] of the last tokens of each
+                item.
             is_ending: function that returns whether a sequence is about to end.
         """
 

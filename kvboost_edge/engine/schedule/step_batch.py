@@ -16,7 +16,7 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.segments import Segment, Segments
 
-__all__ = ["build_batch", "split_rows", "split_states"]
+__all__ = ["build_batch", "split_hidden_states", "split_rows"]
 
 
 def build_batch(
@@ -24,7 +24,7 @@ def build_batch(
     manager: KVCacheManager,
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
-    num_states: Callable[[ScheduledTokens[Sequence]], int] = lambda work: 0,
+    num_hidden_states: Callable[[ScheduledTokens[Sequence]], int] = lambda work: 0,
     *,
     is_split: bool = False,
 ) -> ForwardBatch:
@@ -37,8 +37,8 @@ def build_batch(
         work: tokens to compute, at least one item. The sequences must have their blocks.
         hidden_size: width of the hidden states that some sequences want.
         is_abandoned: function that tells the runner to abandon the pass, see `ForwardBatch`.
-        num_states: function that returns the number of last tokens of an item whose hidden states
-            are needed for drafts. Requests for hidden states need none for drafts.
+        num_hidden_states: function that returns the number of last tokens of an item whose hidden
+            states are needed for drafts. Requests for hidden states need none for drafts.
         is_split: whether the runner divides the pass, see `RunnerInfo.splits_passes`.
     """
     tables = [one.sequence.blocks for one in work]
@@ -49,16 +49,16 @@ def build_batch(
     positions: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
-    state_rows: list[int] = []
+    hidden_state_rows: list[int] = []
     for i, (one, table) in enumerate(zip(work, tables, strict=True)):
         block_tables[i, : len(table)] = table.block_ids
         tokens += one.token_ids
         positions += range(one.start, one.stop)
         slots += manager.slots(table, one.start, one.stop)
         end = len(tokens)
-        rows = state_rows if one.sequence.request.wants_states else logit_rows
+        rows = hidden_state_rows if one.sequence.request.wants_states else logit_rows
         rows += range(end - one.num_rows, end)
-        state_rows += range(end - num_states(one), end)
+        hidden_state_rows += range(end - num_hidden_states(one), end)
         starts.append(end)
     shareable = [one.sequence.request.num_shareable for one in work]
     layout = BatchLayout(
@@ -75,8 +75,8 @@ def build_batch(
         positions=np.array(positions, np.int64),
         layout=layout,
         logit_rows=np.array(logit_rows, np.int64),
-        state_rows=np.array(state_rows, np.int64),
-        states=np.empty((len(state_rows), hidden_size), np.float32),
+        hidden_state_rows=np.array(hidden_state_rows, np.int64),
+        hidden_states=np.empty((len(hidden_state_rows), hidden_size), np.float32),
         is_abandoned=is_abandoned,
         num_shareable=np.array(shareable, np.int64) if is_split else None,
     )
@@ -92,9 +92,9 @@ def split_rows(
     """
     found: list[Floats] = []
     end = 0
-    for one, states in zip(work, split_states(batch), strict=True):
+    for one, hidden_states in zip(work, split_hidden_states(batch), strict=True):
         if one.sequence.request.wants_states:
-            found.append(states)
+            found.append(hidden_states)
             continue
         first = end
         end += one.num_rows
@@ -102,14 +102,14 @@ def split_rows(
     return found
 
 
-def split_states(batch: ForwardBatch) -> list[Floats]:
+def split_hidden_states(batch: ForwardBatch) -> list[Floats]:
     """Split the hidden states of a forward pass by item.
 
     Returns:
         Hidden states [num_tokens, hidden_size] per item. An item that wants none has no rows.
     """
-    bounds = np.searchsorted(batch.state_rows, batch.layout.cu_seqlens_q).tolist()
-    return [batch.states[first:end] for first, end in itertools.pairwise(bounds)]
+    bounds = np.searchsorted(batch.hidden_state_rows, batch.layout.cu_seqlens_q).tolist()
+    return [batch.hidden_states[first:end] for first, end in itertools.pairwise(bounds)]
 
 
 def _states_of(

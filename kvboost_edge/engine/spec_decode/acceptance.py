@@ -83,8 +83,8 @@ class AcceptedDrafts:
         Returns:
             False if no recurrent state has to advance.
         """
-        states = self._manager.states
-        if states is None or not self._waiting:
+        recurrent_states = self._manager.states
+        if recurrent_states is None or not self._waiting:
             return False
         accepted, read, written = (np.zeros(len(works), np.int32) for _ in range(3))
         sequences = []
@@ -94,7 +94,7 @@ class AcceptedDrafts:
                 continue
             start = work.certain_stop
             stop = work.sequence.num_computed_tokens
-            plan = states.plan(work.sequence.blocks, start, stop)
+            plan = recurrent_states.plan(work.sequence.blocks, start, stop)
             accepted[i] = stop - start
             read[i] = plan.read
             written[i] = plan.write

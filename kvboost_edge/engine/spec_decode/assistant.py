@@ -13,8 +13,8 @@ import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.spec_decode.draft_model import DraftRows, Floats
+from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.engine.spec_decode.mtp_head import MtpHead
-from kvboost_edge.engine.spec_decode.token_states import TokenStates
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.runners.base import ForwardBatch
 
@@ -40,16 +40,18 @@ class Assistant(MtpHead):
         super()._forward(batch, [])
         self._backend.release_blocks([0])
 
-    def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:
+    def can_draft(
+        self, table: BlockTable, num_tokens: int, hidden_states: HiddenStates | None
+    ) -> bool:
         # In a quantized pool, attention reads the last block in 16 bits, which is kept only as long
         # as the block is not full.
         is_full = (num_tokens - 1) % self.block_size == 0
         if is_full and self._backend.spec.is_quantized:
             return False
-        return super().can_draft(table, num_tokens, states)
+        return super().can_draft(table, num_tokens, hidden_states)
 
     def missing(
-        self, table: BlockTable, stop: int, states: TokenStates | None = None
+        self, table: BlockTable, stop: int, hidden_states: HiddenStates | None = None
     ) -> list[tuple[int, int]]:
         return []
 
@@ -70,7 +72,9 @@ class Assistant(MtpHead):
 
     def _forward(self, batch: ForwardBatch, rows: Sequence[DraftRows]) -> Floats:
         # All tokens of a draft have the position after those that the engine's model has computed.
-        computed = np.array([one.states.stop for one in rows if one.states is not None], np.int64)
+        computed = np.array(
+            [one.hidden_states.stop for one in rows if one.hidden_states is not None], np.int64
+        )
         layout = dataclasses.replace(batch.layout, seq_lens=computed.astype(np.int32), stores=False)
         return super()._forward(dataclasses.replace(batch, positions=computed, layout=layout), rows)
 

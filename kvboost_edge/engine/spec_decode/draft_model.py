@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout
-from kvboost_edge.engine.spec_decode.token_states import TokenStates
+from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, Runner
@@ -60,14 +60,14 @@ class DraftRows(NamedTuple):
         start: position of the first token.
         token_ids: ids of the tokens.
         wants_logits: whether the logits of the last token are wanted.
-        states: hidden states of the sequence for an MTP head, or None for a draft model.
+        hidden_states: hidden states of the sequence for an MTP head, or None for a draft model.
     """
 
     table: BlockTable
     start: int
     token_ids: Sequence[int]
     wants_logits: bool = False
-    states: TokenStates | None = None
+    hidden_states: HiddenStates | None = None
 
     @property
     def stop(self) -> int:
@@ -134,23 +134,25 @@ class DraftModel:
         zero = np.zeros(1, np.int64)
         self._forward(ForwardBatch(zero, zero, layout, logit_rows=zero, is_short=is_short), [])
 
-    def new_states(self) -> TokenStates | None:
+    def new_hidden_states(self) -> HiddenStates | None:
         """Return the hidden states of a new sequence, or None if drafts do not need them."""
         return None
 
-    def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:
+    def can_draft(
+        self, table: BlockTable, num_tokens: int, hidden_states: HiddenStates | None
+    ) -> bool:
         """Return whether a draft after the first `num_tokens` tokens is possible."""
         return True
 
     def missing(
-        self, table: BlockTable, stop: int, states: TokenStates | None = None
+        self, table: BlockTable, stop: int, hidden_states: HiddenStates | None = None
     ) -> list[tuple[int, int]]:
         """Return the runs [first, end) of positions before `stop` without KV, in order.
 
         Args:
             table: block table of a sequence.
             stop: end of the positions.
-            states: hidden states of the sequence for an MTP head.
+            hidden_states: hidden states of the sequence for an MTP head.
         """
         return self._missing(table, 0, stop)
 

@@ -13,8 +13,8 @@ frequent tokens. A step drafts from all ids if higher ones are frequent in one o
 in Chinese and Russian texts.
 
 An MTP head is a draft model that needs the hidden states of the engine's model. It can fill its KV
-only while these are known, so `ModelDrafts.keep_states` fills that of prompts after each pass. An
-assistant needs the hidden states too, but fills nothing.
+only while these are known, so `ModelDrafts.keep_hidden_states` fills that of prompts after each
+pass. An assistant needs the hidden states too, but fills nothing.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
     least_chances,
 )
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows
+from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
-from kvboost_edge.engine.spec_decode.token_states import TokenStates
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.runners.base import PassAbandoned
 
-__all__ = ["ModelDrafts", "ModelTurn", "SequenceDraft"]
+__all__ = ["DraftStep", "ModelDrafts", "SequenceDraft"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,8 +69,8 @@ _ANSWER_RATE = 0.1  # share of a new answer in the average length of answers
 # have ids outside it. The tokens that it cannot draft then cost less than its passes save.
 _MOST_RARE = 12
 _RECENT = 128
-_KEPT_STATES = 32  # tokens of a sequence whose hidden states wait for a draft
-_MOST_STATES = 128  # tokens of a sequence that drafts whose hidden states are kept
+_KEPT_HIDDEN_STATES = 32  # tokens of a sequence whose hidden states wait for a draft
+_MOST_HIDDEN_STATES = 128  # tokens of a sequence that drafts whose hidden states are kept
 
 
 class SequenceDraft:
@@ -79,7 +79,7 @@ class SequenceDraft:
     Args:
         request: request of the sequence.
         of_all: counts of the engine's sequences that choose their tokens in the same way.
-        states: hidden states of the sequence for an MTP head, or None for a draft model.
+        hidden_states: hidden states of the sequence for an MTP head, or None for a draft model.
 
     Attributes:
         chances: probabilities that the tokens are accepted.
@@ -91,16 +91,16 @@ class SequenceDraft:
             them. A draft ends before a less likely token, whose row is not worth its time.
         least_more: the same for tokens after which another one is drafted.
         is_cut: True if the draft of this step ended before an unlikely token.
-        states: see above.
+        hidden_states: see above.
         fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
             An assistant computes none.
         only_fills: whether the sequence drafts nothing. Hidden states then wait for no draft.
     """
 
     def __init__(
-        self, request: Request, of_all: AcceptanceCounts, states: TokenStates | None = None
+        self, request: Request, of_all: AcceptanceCounts, hidden_states: HiddenStates | None = None
     ) -> None:
-        self.states = states
+        self.hidden_states = hidden_states
         self.fills_prompt: bool | None = None
         self.only_fills = False
         self.chances = DraftChances(_MOST, of_all)
@@ -121,14 +121,16 @@ class SequenceDraft:
         self.is_cut = False
 
     @property
-    def num_states(self) -> int:
+    def num_hidden_states(self) -> int:
         """Number of tokens whose hidden states are kept, without those of draft tokens."""
-        return 0 if self.states is None else self.states.stop - self.states.first
+        return (
+            0 if self.hidden_states is None else self.hidden_states.stop - self.hidden_states.first
+        )
 
     def drop_filled(self) -> None:
         """Drop all hidden states but the last one, after the KV of their tokens was computed."""
-        if self.states is not None:
-            self.states.drop_before(self.states.stop - 1)
+        if self.hidden_states is not None:
+            self.hidden_states.drop_before(self.hidden_states.stop - 1)
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Record the outcome of a draft. Both numbers are 0 for a step without a draft.
@@ -153,7 +155,7 @@ class SequenceDraft:
         return self._sampler(logits, token_ids, request.num_prompt_tokens, largest)
 
 
-class ModelTurn:
+class DraftStep:
     """The draft of one sequence while the draft model runs.
 
     Attributes:
@@ -188,7 +190,9 @@ class ModelTurn:
     def rows(self, start: int, stop: int, *, wants_logits: bool) -> DraftRows:
         """Return the rows of the tokens [start, stop)."""
         tokens = self.token_ids[start:stop]
-        return DraftRows(self.sequence.blocks, start, tokens, wants_logits, self.draft.states)
+        return DraftRows(
+            self.sequence.blocks, start, tokens, wants_logits, self.draft.hidden_states
+        )
 
     def push(self, logits: Floats, padded: Floats) -> None:
         """Sample the next token.
@@ -287,7 +291,7 @@ class ModelDrafts:
     def draft_of(self, request: Request) -> SequenceDraft:
         """Return the part of the draft model in the drafts of a new sequence."""
         counts = self._counts[request.params.samples]
-        draft = SequenceDraft(request, counts, self.model.new_states())
+        draft = SequenceDraft(request, counts, self.model.new_hidden_states())
         if not self.model.has_kv:
             draft.fills_prompt = False
         return draft
@@ -300,7 +304,7 @@ class ModelDrafts:
         """
         is_wanted = request.fills_drafter and request.prefill_only and request.uses_cache
         draft = self.draft_of(request) if is_wanted and self.model.has_kv else None
-        if draft is None or draft.states is None:
+        if draft is None or draft.hidden_states is None:
             return None
         draft.fills_prompt = draft.only_fills = True
         return draft
@@ -359,7 +363,7 @@ class ModelDrafts:
         sequence: Sequence,
         draft: SequenceDraft,
         most: int,
-        step: StepCosts,
+        costs: StepCosts,
         other: DraftProposal | None,
     ) -> DraftProposal | None:
         """Plan a draft, whose tokens are 0 until `complete`, or the filling for later drafts.
@@ -368,7 +372,7 @@ class ModelDrafts:
             sequence: a sequence that decodes.
             draft: its part of the draft model, which is updated.
             most: maximum number of draft tokens. If the request wants longer drafts, there is none.
-            step: costs of adding draft tokens to the step.
+            costs: costs of adding draft tokens to the step.
             other: proposal of another source.
 
         Returns:
@@ -381,32 +385,32 @@ class ModelDrafts:
         if (
             most < least_tokens
             or not self._runs_for(sequence, draft)
-            or not self.model.can_draft(sequence.blocks, known, draft.states)
+            or not self.model.can_draft(sequence.blocks, known, draft.hidden_states)
         ):
             return other
         if self.model.awaits(sequence.blocks):
             return other  # a tier has what would be computed here
         if not self.costs.is_known:
-            self.costs.guess(self._weight_ratio * step.passes.seconds(1, 0.0))
+            self.costs.guess(self._weight_ratio * costs.passes.seconds(1, 0.0))
         always = sequence.request.always_drafts
         ends_early = not (always or sequence.request.params.samples)
         planned = DraftProposal(
             [0] * most, draft.chances.values[:most], self.model.source, ends_early
         )
-        rates = step.rates(planned)
+        rates = costs.rates(planned)
         count = least_tokens + int(rates[least_tokens:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
         if other is not None:
-            least = max(least, step.rates(other)[1:].max())
+            least = max(least, costs.rates(other)[1:].max())
         if rates[count] <= least:
             return other
-        gaps = self.model.missing(sequence.blocks, known - 1, draft.states)
+        gaps = self.model.missing(sequence.blocks, known - 1, draft.hidden_states)
         gap = sum(end - first for first, end in gaps)
         if gap > _CATCH_UP:
-            draft.num_fill = gap if always else self._num_fill(sequence, gap, step, rates[count])
+            draft.num_fill = gap if always else self._num_fill(sequence, gap, costs, rates[count])
             if draft.num_fill < gap:
                 return other
-        self._limit(draft, step, 0.0 if always else rates[count])
+        self._limit(draft, costs, 0.0 if always else rates[count])
         if not always:
             return planned
         return DraftProposal([0] * count, planned.chances[:count], self.model.source)
@@ -415,15 +419,15 @@ class ModelDrafts:
         """Return whether the draft model may run for a sequence."""
         return self.is_on and not draft.is_off and len(sequence.blocks.segments) == 1
 
-    def _limit(self, draft: SequenceDraft, step: StepCosts, rate: float) -> None:
+    def _limit(self, draft: SequenceDraft, costs: StepCosts, rate: float) -> None:
         """Set the least probabilities of a sequence's draft tokens.
 
         Args:
             rate: tokens per second of the step with the draft, which another token should reach.
         """
-        draft.least, draft.least_more = least_chances(step, rate, _MOST)
+        draft.least, draft.least_more = least_chances(costs, rate, _MOST)
 
-    def _num_fill(self, sequence: Sequence, gap: int, step: StepCosts, rate: float) -> int:
+    def _num_fill(self, sequence: Sequence, gap: int, costs: StepCosts, rate: float) -> int:
         """Return the number of tokens to fill in this step, or 0 if filling does not pay.
 
         Args:
@@ -432,13 +436,13 @@ class ModelDrafts:
         request = sequence.request
         generated = sequence.num_tokens - request.num_prompt_tokens
         expected = min(request.max_tokens - sequence.num_tokens, generated + _EXPECTED_TOKENS)
-        plain = step.passes.seconds(step.num_rows, step.depth)
-        saved = expected * (plain - step.num_rows / rate)
+        plain = costs.passes.seconds(costs.num_rows, costs.depth)
+        saved = expected * (plain - costs.num_rows / rate)
         each = self._fill_seconds_at(sequence.num_tokens / 2)
         if gap * each > saved:
             return 0
-        most = _FILL_COST_ALONE if step.num_rows == 1 else _FILL_COST
-        seconds = most * step.passes.seconds(1, sequence.num_tokens)
+        most = _FILL_COST_ALONE if costs.num_rows == 1 else _FILL_COST
+        seconds = most * costs.passes.seconds(1, sequence.num_tokens)
         return min(gap, max(1, int(seconds / each)))
 
     def _fill_seconds_at(self, depth: float) -> float:
@@ -447,7 +451,7 @@ class ModelDrafts:
             return self._fill_seconds
         return self.costs.seconds(_DENSE_ROWS, _DENSE_ROWS * depth) / _DENSE_ROWS
 
-    def num_states(
+    def num_hidden_states(
         self, work: ScheduledTokens[Sequence], draft: SequenceDraft, passes: PassCosts
     ) -> int:
         """Return the number of last tokens whose hidden states an MTP head needs.
@@ -460,13 +464,13 @@ class ModelDrafts:
             draft: the sequence's part of the head.
             passes: times of the engine's passes.
         """
-        if draft.states is None or not self._runs_for(work.sequence, draft):
+        if draft.hidden_states is None or not self._runs_for(work.sequence, draft):
             return 0
         if not self.model.has_kv:
             is_last = work.certain_stop == work.sequence.num_tokens
             return work.stop - work.certain_stop + 1 if is_last else 0
         count = len(work.token_ids)
-        if work.certain_stop - work.start <= _KEPT_STATES:
+        if work.certain_stop - work.start <= _KEPT_HIDDEN_STATES:
             return count
         if draft.fills_prompt is None:
             draft.fills_prompt = self._fills_prompt(work.sequence, draft, passes)
@@ -500,7 +504,7 @@ class ModelDrafts:
         before = num_tokens if self._answer_tokens is None else self._answer_tokens
         self._answer_tokens = before + _ANSWER_RATE * (num_tokens - before)
 
-    def keep_states(
+    def keep_hidden_states(
         self,
         found: Several[tuple[ScheduledTokens[Sequence], SequenceDraft, Floats]],
         is_ending: Callable[[Sequence], bool],
@@ -512,28 +516,28 @@ class ModelDrafts:
                 ones.
             is_ending: function that returns whether a sequence is about to end.
         """
-        turns: list[ModelTurn] = []
+        steps: list[DraftStep] = []
         for work, draft, rows in found:
-            states = draft.states
-            assert states is not None
+            hidden_states = draft.hidden_states
+            assert hidden_states is not None
             table = work.sequence.blocks
             start = work.stop - len(rows)
-            states.keep(table, start, rows, work.certain_stop - start)
-            most = 0 if draft.only_fills else _KEPT_STATES
-            if draft.count == 0 and states.stop - states.first > most:
-                turns.append(ModelTurn(work.sequence, draft, states.stop))
+            hidden_states.keep(table, start, rows, work.certain_stop - start)
+            most = 0 if draft.only_fills else _KEPT_HIDDEN_STATES
+            if draft.count == 0 and hidden_states.stop - hidden_states.first > most:
+                steps.append(DraftStep(work.sequence, draft, hidden_states.stop))
                 if draft.fills_prompt is not False:
-                    draft.num_fill = states.stop  # all that is missing
-        if turns:
+                    draft.num_fill = hidden_states.stop  # all that is missing
+        if steps:
             with self._off_after_error():
-                self._run(turns, is_ending)
-            for turn in turns:
-                turn.draft.num_fill = 0
-                turn.draft.drop_filled()
+                self._run(steps, is_ending)
+            for step in steps:
+                step.draft.num_fill = 0
+                step.draft.drop_filled()
 
     def complete(
         self,
-        turns: Several[ModelTurn],
+        steps: Several[DraftStep],
         copies: Several[CopyOp],
         is_ending: Callable[[Sequence], bool],
     ) -> None:
@@ -542,7 +546,7 @@ class ModelDrafts:
         An error of the draft model is logged, and turns it off.
 
         Args:
-            turns: the drafts of the step.
+            steps: the drafts of the step.
             copies: blocks that the step copies.
             is_ending: function that returns whether a sequence is about to end.
         """
@@ -550,37 +554,37 @@ class ModelDrafts:
             return
         with self._off_after_error():
             self.model.copy_blocks(copies)
-            self._run(turns, is_ending)
+            self._run(steps, is_ending)
 
-    def _run(self, turns: Several[ModelTurn], is_ending: Callable[[Sequence], bool]) -> None:
+    def _run(self, steps: Several[DraftStep], is_ending: Callable[[Sequence], bool]) -> None:
         def is_abandoned() -> bool:
-            return all(is_ending(turn.sequence) for turn in turns)
+            return all(is_ending(step.sequence) for step in steps)
 
-        for rows in self._first_passes(turns):
+        for rows in self._first_passes(steps):
             if is_abandoned():
                 return
             self._pass(rows, is_abandoned)
-            for turn, one in rows:
+            for step, one in rows:
                 self.model.note_filled(one.table, one.start, one.stop)
-                if one.wants_logits and turn.draft.num_states > _MOST_STATES:
-                    turn.draft.drop_filled()  # all tokens before this one have KV
-                if turn.draft.is_off:
+                if one.wants_logits and step.draft.num_hidden_states > _MOST_HIDDEN_STATES:
+                    step.draft.drop_filled()  # all tokens before this one have KV
+                if step.draft.is_off:
                     self.model.forget(one.table)
-        while active := [t for t in turns if not (t.is_done or is_ending(t.sequence))]:
-            self._pass([(turn, turn.next_row()) for turn in active], is_abandoned)
-            for turn in active:
-                turn.draft.stop = len(turn.token_ids) - 1
+        while active := [one for one in steps if not (one.is_done or is_ending(one.sequence))]:
+            self._pass([(step, step.next_row()) for step in active], is_abandoned)
+            for step in active:
+                step.draft.stop = len(step.token_ids) - 1
 
     def _pass(
-        self, rows: Several[tuple[ModelTurn, DraftRows]], is_abandoned: Callable[[], bool]
+        self, rows: Several[tuple[DraftStep, DraftRows]], is_abandoned: Callable[[], bool]
     ) -> None:
         """Run one pass, and sample the next token of each draft whose last token it computes."""
         began = time.perf_counter()
-        wanted = [turn for turn, one in rows if one.wants_logits]
+        wanted = [step for step, one in rows if one.wants_logits]
         is_short = self.is_short and bool(wanted)
         logits = self.model.forward([one for _, one in rows], is_abandoned, is_short=is_short)
-        for turn, row in zip(wanted, logits[:, : self._vocab_size], strict=True):
-            turn.push(row, self._fitted(row))
+        for step, row in zip(wanted, logits[:, : self._vocab_size], strict=True):
+            step.push(row, self._fitted(row))
         seconds = time.perf_counter() - began
         num_tokens = sum(len(one.token_ids) for _, one in rows)
         if num_tokens == len(rows):
@@ -592,8 +596,8 @@ class ModelDrafts:
             self._fill_seconds = before + _FILL_RATE * (each - before)
 
     def _first_passes(
-        self, turns: Several[ModelTurn]
-    ) -> Iterator[list[tuple[ModelTurn, DraftRows]]]:
+        self, steps: Several[DraftStep]
+    ) -> Iterator[list[tuple[DraftStep, DraftRows]]]:
         """Yield the rows of passes that compute what the draft model has not seen.
 
         The passes end with the last token of each sequence that drafts. If two sequences lack the
@@ -601,22 +605,22 @@ class ModelDrafts:
         fills.
         """
         taken: set[int] = set()
-        rows: list[tuple[ModelTurn, DraftRows]] = []
+        rows: list[tuple[DraftStep, DraftRows]] = []
         size = 0
-        for turn in turns:
-            runs = self._runs(turn)
-            if turn.is_done:
-                runs = self._without(turn, runs, taken)
-            blocks = {block_id for run in runs for block_id in self._blocks(turn, run)}
+        for step in steps:
+            runs = self._runs(step)
+            if step.is_done:
+                runs = self._without(step, runs, taken)
+            blocks = {block_id for run in runs for block_id in self._blocks(step, run)}
             if not taken.isdisjoint(blocks):
-                turn.is_done = True
+                step.is_done = True
                 continue
             taken |= blocks
             for first, end in runs:
                 while first < end:
                     stop = min(end, first + _PASS_TOKENS - size)
-                    is_last = stop == turn.num_known and not turn.is_done
-                    rows.append((turn, turn.rows(first, stop, wants_logits=is_last)))
+                    is_last = stop == step.num_known and not step.is_done
+                    rows.append((step, step.rows(first, stop, wants_logits=is_last)))
                     size += stop - first
                     first = stop
                     if size == _PASS_TOKENS:
@@ -626,34 +630,34 @@ class ModelDrafts:
         if rows:
             yield rows
 
-    def _blocks(self, turn: ModelTurn, run: tuple[int, int]) -> list[int]:
+    def _blocks(self, step: DraftStep, run: tuple[int, int]) -> list[int]:
         """Return the blocks of a run of positions."""
         size = self.model.block_size
-        return turn.sequence.blocks.block_ids[run[0] // size : -(-run[1] // size)]
+        return step.sequence.blocks.block_ids[run[0] // size : -(-run[1] // size)]
 
     def _without(
-        self, turn: ModelTurn, runs: Several[tuple[int, int]], taken: set[int]
+        self, step: DraftStep, runs: Several[tuple[int, int]], taken: set[int]
     ) -> list[tuple[int, int]]:
         """Return runs of positions without those in the blocks `taken`."""
         size = self.model.block_size
         found = []
         for first, end in runs:
-            for block_id in self._blocks(turn, (first, end)):
+            for block_id in self._blocks(step, (first, end)):
                 stop = min(end, (first // size + 1) * size)
                 if block_id not in taken:
                     found.append((first, stop))
                 first = stop
         return found
 
-    def _runs(self, turn: ModelTurn) -> list[tuple[int, int]]:
+    def _runs(self, step: DraftStep) -> list[tuple[int, int]]:
         """Return the runs of positions to compute before the first token is drafted."""
-        last = turn.num_known - 1
-        stop = turn.fill_stop if turn.is_done else last
-        runs = self.model.missing(turn.sequence.blocks, stop, turn.draft.states)
-        if not turn.is_done:
+        last = step.num_known - 1
+        stop = step.fill_stop if step.is_done else last
+        runs = self.model.missing(step.sequence.blocks, stop, step.draft.hidden_states)
+        if not step.is_done:
             first = runs.pop()[0] if runs and runs[-1][1] == last else last
-            return [*runs, (first, turn.num_known)]
-        left = turn.draft.num_fill
+            return [*runs, (first, step.num_known)]
+        left = step.draft.num_fill
         found = []
         for first, end in runs:
             end = min(end, first + left)
@@ -669,8 +673,8 @@ class ModelDrafts:
         stop = min(draft.stop, computed)
         if stop > work.certain_stop:
             self.model.settle(table, work.certain_stop, stop)
-        if draft.states is not None:
-            draft.states.confirm(table, computed)
+        if draft.hidden_states is not None:
+            draft.hidden_states.confirm(table, computed)
 
     def _fitted(self, logits: Floats) -> Floats:
         """Return logits [vocab_size], with -inf for ids without one, valid until the next call."""

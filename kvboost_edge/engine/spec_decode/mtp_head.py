@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftRows, Floats
-from kvboost_edge.engine.spec_decode.token_states import TokenStates
+from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.runners.base import ForwardBatch
 
@@ -37,14 +37,16 @@ class MtpHead(DraftModel):
 
     source = "mtp"
 
-    def new_states(self) -> TokenStates:
-        return TokenStates(self._runner.info.hidden_size)
+    def new_hidden_states(self) -> HiddenStates:
+        return HiddenStates(self._runner.info.hidden_size)
 
-    def can_draft(self, table: BlockTable, num_tokens: int, states: TokenStates | None) -> bool:
-        return states is not None and states.has(table, num_tokens - 2)
+    def can_draft(
+        self, table: BlockTable, num_tokens: int, hidden_states: HiddenStates | None
+    ) -> bool:
+        return hidden_states is not None and hidden_states.has(table, num_tokens - 2)
 
     def missing(
-        self, table: BlockTable, stop: int, states: TokenStates | None = None
+        self, table: BlockTable, stop: int, hidden_states: HiddenStates | None = None
     ) -> list[tuple[int, int]]:
         """Return the runs of positions whose state is known, and of those just before them.
 
@@ -52,9 +54,9 @@ class MtpHead(DraftModel):
         and the head would see nothing before them. Their KV is therefore made of states of zeros,
         which is less exact, if that connects the sequence to blocks that are full.
         """
-        assert states is not None
-        start = self._connected(table, (states.first + 1) // self.block_size)
-        return self._missing(table, start, min(stop, states.stop))
+        assert hidden_states is not None
+        start = self._connected(table, (hidden_states.first + 1) // self.block_size)
+        return self._missing(table, start, min(stop, hidden_states.stop))
 
     def _connected(self, table: BlockTable, start: int) -> int:
         """Return the position of the first of the blocks before `start` that are to be filled.
@@ -76,9 +78,9 @@ class MtpHead(DraftModel):
         """Leave the KV of draft tokens missing, because it was made of the head's own states."""
 
     def _first_block(self, rows: DraftRows) -> int:
-        assert rows.states is not None
+        assert rows.hidden_states is not None
         # The record lacks draft tokens, but no KV is missing between the first one and its last.
-        first = min(rows.start, rows.states.stop) // self.block_size
+        first = min(rows.start, rows.hidden_states.stop) // self.block_size
         while first and self._drafted.is_full(rows.table.block_ids[first - 1]):
             first -= 1
         return first
@@ -88,15 +90,20 @@ class MtpHead(DraftModel):
         joined = np.zeros((len(batch.token_ids), size), np.float32)
         starts = batch.layout.cu_seqlens_q.tolist()
         for one, start in zip(rows, starts, strict=False):
-            assert one.states is not None
+            assert one.hidden_states is not None
             stop = start + len(one.token_ids)
-            joined[start:stop] = one.states.before(one.start, one.stop)
-        states = np.empty((len(batch.logit_rows), size), np.float32)
+            joined[start:stop] = one.hidden_states.before(one.start, one.stop)
+        hidden_states = np.empty((len(batch.logit_rows), size), np.float32)
         logits = self._runner.forward(
-            dataclasses.replace(batch, joined=joined, state_rows=batch.logit_rows, states=states)
+            dataclasses.replace(
+                batch,
+                joined=joined,
+                hidden_state_rows=batch.logit_rows,
+                hidden_states=hidden_states,
+            )
         )
         wanted = (one for one in rows if one.wants_logits)
-        for one, state in zip(wanted, states, strict=False):
-            assert one.states is not None
-            one.states.draft(state)
+        for one, state in zip(wanted, hidden_states, strict=False):
+            assert one.hidden_states is not None
+            one.hidden_states.draft(state)
         return logits

@@ -31,7 +31,7 @@ from kvboost_edge.engine.spec_decode.draft_lengths import (
     choose_lengths,
     observe_pass,
 )
-from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts, ModelTurn, SequenceDraft
+from kvboost_edge.engine.spec_decode.model_drafts import DraftStep, ModelDrafts, SequenceDraft
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 from kvboost_edge.engine.spec_decode.prompt_lookup import (
     PromptLookup,
@@ -156,8 +156,8 @@ class DraftFields(RequestFeature):
         }
 
     def _most(self, terms: Terms, chosen: str) -> int:
-        states = self._manager.states
-        refusal = speculation_refusal(self._config, states)
+        recurrent_states = self._manager.states
+        refusal = speculation_refusal(self._config, recurrent_states)
         if refusal is not None:
             if chosen == "on":
                 raise RequestError(f"speculation='on' is refused: {refusal}")
@@ -165,9 +165,9 @@ class DraftFields(RequestFeature):
         if not self._uses(chosen):
             return 0
         prepare_drafts()
-        most = most_draft_tokens(self._config, states)
+        most = most_draft_tokens(self._config, recurrent_states)
         asked = terms.max_draft_tokens or most
-        return asked if states is None else min(asked, most)
+        return asked if recurrent_states is None else min(asked, most)
 
     def _uses(self, chosen: str) -> bool:
         """Return whether this value of `speculation` turns on speculative decoding."""
@@ -266,15 +266,15 @@ class Speculation(DraftPlanner):
         ]
         if self._models is not None:
             self._models.choose_vocabulary(drafting)
-        step = self._costs_of(running, wanted)
+        costs = self._costs_of(running, wanted)
         proposed: list[tuple[Sequence, DraftProposal]] = []
         for sequence in drafting:
             most = self.room(sequence)
-            draft = self._propose(sequence, most, step) if most > 0 else None
+            draft = self._propose(sequence, most, costs) if most > 0 else None
             if draft is not None:
                 proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
-        chosen = iter(choose_lengths(weighed, step, self.credit) if weighed else ())
+        chosen = iter(choose_lengths(weighed, costs, self.credit) if weighed else ())
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
             always = sequence.request.always_drafts
             count = min(len(draft.token_ids) if always else next(chosen), -(-budget // waiting))
@@ -297,14 +297,14 @@ class Speculation(DraftPlanner):
         drafter = None if self._models is None else self._models.costs
         return StepCosts(sum(wanted.values()), float(depth), self.costs, drafter)
 
-    def _propose(self, sequence: Sequence, most: int, step: StepCosts) -> DraftProposal | None:
+    def _propose(self, sequence: Sequence, most: int, costs: StepCosts) -> DraftProposal | None:
         """Return the tokens that the grammar forces, or else the most promising proposal.
 
         Proposals of prompt lookup are cut before the first token that the grammar forbids.
 
         Args:
             most: Maximum number of draft tokens.
-            step: Costs of adding draft tokens to the step.
+            costs: Costs of adding draft tokens to the step.
         """
         forced = sequence.grammar.forced()[:most]
         if forced:
@@ -313,7 +313,7 @@ class Speculation(DraftPlanner):
         found = _allowed(drafts.lookup.propose(sequence.token_ids, most), sequence.grammar)
         if self._models is None or drafts.model is None:
             return found
-        return self._models.propose(sequence, drafts.model, most, step, found)
+        return self._models.propose(sequence, drafts.model, most, costs, found)
 
     def complete(
         self,
@@ -324,27 +324,27 @@ class Speculation(DraftPlanner):
         models = self._models
         if models is None:
             return
-        turns = {
-            index: ModelTurn(one.sequence, draft)
+        steps = {
+            index: DraftStep(one.sequence, draft)
             for index, one in enumerate(work)
             if (draft := _model_draft_of(one.sequence)) is not None and draft.runs
         }
-        models.complete(list(turns.values()), copies, is_ending)
-        for index, turn in turns.items():
-            if turn.draft.count:
-                tokens = _long_enough(turn.sequence.request, turn.tokens)
+        models.complete(list(steps.values()), copies, is_ending)
+        for index, step in steps.items():
+            if step.draft.count:
+                tokens = _long_enough(step.sequence.request, step.tokens)
                 # The token before which a dropped draft was cut says nothing about acceptance.
-                turn.draft.is_cut &= len(tokens) == len(turn.tokens)
-                turn.sequence.drafting.tokens = tokens
+                step.draft.is_cut &= len(tokens) == len(step.tokens)
+                step.sequence.drafting.tokens = tokens
                 work[index] = work[index].with_drafts(tokens)
 
-    def num_states(self, work: ScheduledTokens[Sequence]) -> int:
+    def num_hidden_states(self, work: ScheduledTokens[Sequence]) -> int:
         draft = _model_draft_of(work.sequence)
         if self._models is None or draft is None:
             return 0
-        return self._models.num_states(work, draft, self.costs)
+        return self._models.num_hidden_states(work, draft, self.costs)
 
-    def keep_states(
+    def keep_hidden_states(
         self,
         work: Several[ScheduledTokens[Sequence]],
         states: Several[Floats],
@@ -357,7 +357,7 @@ class Speculation(DraftPlanner):
             for one, rows in zip(work, states, strict=True)
             if len(rows) and (draft := _model_draft_of(one.sequence)) is not None
         ]
-        self._models.keep_states(found, is_ending)
+        self._models.keep_hidden_states(found, is_ending)
 
     def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
         """Settle the draft tokens of a step, and measure its pass if all sequences decode."""

@@ -66,7 +66,7 @@ def describe_mtp(spec: ModelSpec, names: Container[str]) -> MtpSpec:
         experts=experts,
         hybrid=None,
         tied=False,
-        joins_states=True,
+        joins_hidden_states=True,
     )
     return MtpSpec(model, tuple(name for name, tensor in _SHARED.items() if tensor not in names))
 
@@ -167,7 +167,7 @@ def describe_assistant(config: Mapping[str, Any], target: ModelSpec) -> MtpSpec:
         embedding_factor=target.embedding_factor,
         logit_cap=0.0,
         tied=False,
-        joins_states=True,
+        joins_hidden_states=True,
         backbone_size=backbone,
     )
     return MtpSpec(model, ("embed",))

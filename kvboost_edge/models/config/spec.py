@@ -54,9 +54,9 @@ class ModelSpec:
 
     Sizes are in elements. Head and MLP sizes are the config's, and each LayerSpec has the sizes of
     its layer. `both_ways` is True for bidirectional attention: a text is processed in a single
-    pass, and the model cannot generate. `joins_states` is True for an MTP head, whose input rows
-    join an embedding and a hidden state of the model. `backbone_size` is the hidden size of that
-    model for an assistant, whose layers attend to the model's KV, and 0 for others.
+    pass, and the model cannot generate. `joins_hidden_states` is True for an MTP head, whose input
+    rows join an embedding and a hidden state of the model. `backbone_size` is the hidden size of
+    that model for an assistant, whose layers attend to the model's KV, and 0 for others.
     """
 
     model_type: str
@@ -89,7 +89,7 @@ class ModelSpec:
     hybrid: Hybrid | None = None
     factors: LayerFactors = NO_FACTORS
     head_norm: str = ""  # see Family.head_norm
-    joins_states: bool = False
+    joins_hidden_states: bool = False
     backbone_size: int = 0
 
     @property

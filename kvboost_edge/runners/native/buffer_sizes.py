@@ -189,7 +189,7 @@ class Sizes:
         )
         mixer = MixerSizes(0, 0, 0) if spec.mixer is None else MixerSizes.of(spec.mixer)
         inner = max(layer.intermediate_size for layer in spec.layers)
-        joined = 2 * spec.state_size if spec.joins_states else 0
+        joined = 2 * spec.state_size if spec.joins_hidden_states else 0
         width = 0 if spec.per_layer is None else spec.per_layer.width
         hidden = padded(spec.hidden_size, GROUP)
         normed = padded(max(spec.hidden_size, inner, width), GROUP)

@@ -329,7 +329,7 @@ def build_program(
     parts = []
     first = 0
     builder.embed()
-    if spec.joins_states:
+    if spec.joins_hidden_states:
         builder.join_states()
     for index, layer in enumerate(spec.layers):
         builder.before_mixing(index)

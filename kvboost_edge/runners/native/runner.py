@@ -166,7 +166,7 @@ class NativeRunner:
             kernel_path=linear_path(),
             hidden_size=spec.state_size,
             stores_kv=not spec.both_ways,
-            joins_states=spec.joins_states,
+            joins_hidden_states=spec.joins_hidden_states,
             borrows_kv=spec.backbone_size > 0,
             short_vocabulary=short_vocabulary,
             numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
@@ -311,7 +311,7 @@ class NativeRunner:
         self._kernels = kernel_table(self.kinds, operations, quantized, sparse=self._sparse)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Compute a pass: store its KV, fill `batch.states` and return logits.
+        """Compute a pass: store its KV, fill `batch.hidden_states` and return logits.
 
         Returns:
             Logits, float32 [num_logits, vocab_size], or [num_logits, short_vocabulary] if
@@ -497,8 +497,8 @@ class NativeRunner:
         narrow = self._program.narrow
         num_tokens = len(batch.token_ids)
         end = parts[-1][1]
-        num_states = len(batch.state_rows)
-        if num_tokens in (len(batch.logit_rows), num_states):
+        num_hidden_states = len(batch.hidden_state_rows)
+        if num_tokens in (len(batch.logit_rows), num_hidden_states):
             if len(batch.logit_rows) < num_tokens or batch.is_short:
                 end = self._program.normed
             memory = self._prepare_whole(
@@ -507,8 +507,8 @@ class NativeRunner:
             logits = self._buffers.logits(num_tokens if end == parts[-1][1] else 0)
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run_layers(end, addresses, batch, memory.counters)
-            if num_states:
-                batch.states[:] = self._buffers.states(num_tokens)[batch.state_rows]
+            if num_hidden_states:
+                batch.hidden_states[:] = self._buffers.states(num_tokens)[batch.hidden_state_rows]
             if end == self._program.normed:
                 hidden = self._buffers.hidden(num_tokens)
                 return self._head(batch, addresses, hidden[batch.logit_rows])
@@ -516,7 +516,7 @@ class NativeRunner:
         # Attention is the last operation before a part. A prompt chunk that needs no logits skips
         # it. A recurrent state is always advanced.
         first = parts[narrow][0]
-        if len(batch.logit_rows) + num_states == 0 and isinstance(
+        if len(batch.logit_rows) + num_hidden_states == 0 and isinstance(
             self._program.operations[first - 1], lt.AttendOp
         ):
             first -= 1
@@ -541,7 +541,8 @@ class NativeRunner:
         program = self._program
         first = program.parts[part][0]
         rows, states = (
-            np.ascontiguousarray(a, dtype=np.int64) for a in (batch.logit_rows, batch.state_rows)
+            np.ascontiguousarray(a, dtype=np.int64)
+            for a in (batch.logit_rows, batch.hidden_state_rows)
         )
         rest = _Rest(batch, prepared, addresses, attended, range(part, len(program.parts) - 1))
         is_short = batch.is_short and len(rows) > 0
@@ -551,12 +552,12 @@ class NativeRunner:
                 addresses[lt.B_LOGITS] = logits.ctypes.data
                 self._run_rows((first, program.parts[-1][1]), rows, rest)
             if len(states):  # those of an assistant, which are of the same rows
-                batch.states[:] = self._buffers.states(len(rows))
+                batch.hidden_states[:] = self._buffers.states(len(rows))
             return logits[:, : self._spec.vocab_size]
         both = np.union1d(rows, states)
         hidden = self._run_rows((first, program.normed), both, rest)
         if len(states):
-            batch.states[:] = self._buffers.normed(len(both))[np.searchsorted(both, states)]
+            batch.hidden_states[:] = self._buffers.normed(len(both))[np.searchsorted(both, states)]
         return self._head(batch, addresses, hidden[np.searchsorted(both, rows)])
 
     def _head(self, batch: ForwardBatch, addresses: Longs, hidden: Floats) -> Floats:

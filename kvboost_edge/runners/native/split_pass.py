@@ -85,15 +85,15 @@ def _part(
         block_tables=tables,
         slot_mapping=layout.slot_mapping[rows],
     )
-    states = np.searchsorted(rows, np.intersect1d(batch.state_rows, rows))
+    states = np.searchsorted(rows, np.intersect1d(batch.hidden_state_rows, rows))
     part = dataclasses.replace(
         batch,
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
         layout=own,
         logit_rows=np.searchsorted(rows, np.intersect1d(batch.logit_rows, rows)),
-        state_rows=states,
-        states=np.empty((len(states), batch.states.shape[1]), np.float32),
+        hidden_state_rows=states,
+        hidden_states=np.empty((len(states), batch.hidden_states.shape[1]), np.float32),
         num_shareable=None,
     )
     return PassPart(part, is_shareable, rows)
@@ -102,9 +102,9 @@ def _part(
 def joined_outputs(
     batch: ForwardBatch, parts: Sequence[PassPart], logits: Sequence[Floats]
 ) -> Floats:
-    """Fill `batch.states` from the parts, and return the logits of all parts in order of rows."""
+    """Fill `batch.hidden_states` from the parts, and return their logits in order of rows."""
     found = np.empty((len(batch.logit_rows), logits[0].shape[1]), np.float32)
     for part, own in zip(parts, logits, strict=True):
         found[np.isin(batch.logit_rows, part.rows)] = own
-        batch.states[np.isin(batch.state_rows, part.rows)] = part.batch.states
+        batch.hidden_states[np.isin(batch.hidden_state_rows, part.rows)] = part.batch.hidden_states
     return found

@@ -321,7 +321,7 @@ class TorchRunner:
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Compute a pass: store its KV, fill `batch.states` and return logits.
+        """Compute a pass: store its KV, fill `batch.hidden_states` and return logits.
 
         Returns:
             Logits, float32 [num_logits, vocab_size].
@@ -335,15 +335,15 @@ class TorchRunner:
         paged = PagedPass(
             backend, batch.layout, self._layers, [] if refusal else self._turning.layers
         )
-        wanted = self._watched() if len(batch.state_rows) else contextlib.nullcontext()
+        wanted = self._watched() if len(batch.hidden_state_rows) else contextlib.nullcontext()
         with torch.inference_mode(), self._hook.active(paged), wanted as states:
             logits = self._run(batch.token_ids, batch.positions, batch.logit_rows)
             paged.check_complete(self._kind)
             if states is not None:
-                batch.states[:] = _numpy(
-                    states[-1][0][torch.from_numpy(batch.state_rows).to(self.device)]
+                batch.hidden_states[:] = _numpy(
+                    states[-1][0][torch.from_numpy(batch.hidden_state_rows).to(self.device)]
                 )
-                paged.blank_broken(batch.states, batch.state_rows)
+                paged.blank_broken(batch.hidden_states, batch.hidden_state_rows)
             result: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).numpy()
             paged.blank_broken(result, batch.logit_rows)
         return result

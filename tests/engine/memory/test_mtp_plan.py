@@ -52,7 +52,7 @@ def test_the_memory_plan_equals_the_engines_usage(path):
     with CPUPagedEngine.from_pretrained(path, **options) as engine:
         stats = engine.paged_stats()
         kv = engine._parts.drafter.runner.info.kv_spec
-        assert engine._parts.drafter.runner.info.joins_states
+        assert engine._parts.drafter.runner.info.joins_hidden_states
     assert (kv.block_size, kv.bits, len(kv.layers)) == (16, (16, 16), 1)
     assert (fit.pool, fit.draft_pool) == (stats["pool_bytes"], stats["draft_pool_bytes"])
     assert stats["draft_pool_bytes"] == 40 * kv.bytes_per_block
@@ -78,10 +78,10 @@ def test_other_runners_do_not_load_the_head(tmp_path):
 def test_a_draft_model_replaces_the_head(path, tmp_path):
     draft = save_tiny_checkpoint("llama", tmp_path, num_hidden_layers=1)
     planned = _draft(path, draft_model=draft)
-    assert not planned.is_head
+    assert not planned.is_mtp_head
     assert planned.checkpoint.path == draft
     with CPUPagedEngine.from_pretrained(path, draft_model=draft, num_blocks=16) as engine:
-        assert not engine._parts.drafter.runner.info.joins_states
+        assert not engine._parts.drafter.runner.info.joins_hidden_states
 
 
 @pytest.mark.parametrize("form", ["safetensors", "GGUF"])
@@ -120,7 +120,7 @@ def test_a_head_in_its_own_file_is_given_as_draft_model(path, tmp_path):
     options = {"num_blocks": 64, "num_threads": 1, "kv_cache_bits": 8}
     planned = _draft(path, draft_model=alone, draft_weights="int8", kv_cache_bits=8)
     own = _draft(path, weights="int8")
-    assert planned.is_head
+    assert planned.is_mtp_head
     assert _draft(path, draft_model=alone, draft_vocabulary=64).info.short_vocabulary == 64
     assert planned.info.kv_spec == own.info.kv_spec
     assert planned.bytes_read == own.bytes_read

@@ -202,7 +202,7 @@ class RandomSchedule:
         if bench.parts.drafter is not None:
             assert models_of(bench).is_on
             runner = draft_runner(bench)
-            by = "by_head" if runner.info.joins_states else "by_model"
+            by = "by_head" if runner.info.joins_hidden_states else "by_model"
             by = "by_assistant" if runner.info.borrows_kv else by
             restored = bench.core.tiering.num_draft_restored
             found.update({by: runner.computed, "restored_drafts": restored})

@@ -472,12 +472,12 @@ def test_a_draft_that_is_cut_below_the_minimum_is_dropped(kind, monkeypatch):
         """Rate the longest drafts highest, so that they are planned."""
         return np.arange(1.0, len(draft.token_ids) + 2)
 
-    turns = []
-    prepare = model_drafts.ModelTurn.__init__
+    steps = []
+    prepare = model_drafts.DraftStep.__init__
     monkeypatch.setattr(
-        model_drafts.ModelTurn,
+        model_drafts.DraftStep,
         "__init__",
-        lambda self, *given: (turns.append(self), prepare(self, *given))[1],
+        lambda self, *given: (steps.append(self), prepare(self, *given))[1],
     )
     monkeypatch.setattr(StepCosts, "rates", rates)
     monkeypatch.setattr(model_drafts.ModelDrafts, "_limit", limit)
@@ -490,7 +490,7 @@ def test_a_draft_that_is_cut_below_the_minimum_is_dropped(kind, monkeypatch):
         def note(work, num_accepted, settle=settle, counts=counts):
             counts.append(work.num_drafted)
             if work.sequence.drafting.model.is_cut:
-                assert work.num_drafted == len(turns[-1].tokens)
+                assert work.num_drafted == len(steps[-1].tokens)
             settle(work, num_accepted)
 
         bench.scheduler.speculation.settle = note

@@ -138,7 +138,7 @@ def test_kv_that_a_tier_is_loading_is_not_computed(kind):
     table = manager.open_table(tokens, b"")
     manager.extend(table, 100)
     model.note_filled(table, 0, 80)
-    states = model.new_states()
+    states = model.new_hidden_states()
     states.keep(table, 96, np.ones((4, 2), np.float32), 4)
     assert model.missing(table, 100, states) == [(80, 100)]
     manager.drafted.arriving[table.block_ids[5]] = None

@@ -246,7 +246,7 @@ def test_few_hidden_states_are_kept(pair):
         sizes = []
         while bench.step():
             for sequence in bench.scheduler.running:
-                sizes.append(len(sequence.drafting.model.states._rows))
+                sizes.append(len(sequence.drafting.model.hidden_states._rows))
         assert handle.result(0).generated_tokens == 300
         assert 0 < max(sizes) < most
 

@@ -108,7 +108,7 @@ class FakeHeadRunner(FakeDraftRunner):
 
     def __init__(self, backend: FakeBackend, **options: Any) -> None:
         super().__init__(backend, **options)
-        self.info = dataclasses.replace(self.info, joins_states=True, hidden_size=2)
+        self.info = dataclasses.replace(self.info, joins_hidden_states=True, hidden_size=2)
         self.unknown = 0
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
@@ -156,7 +156,7 @@ class FakeAssistantRunner(FakeDraftRunner):
     def __init__(self, backend: FakeBackend, **options: Any) -> None:
         super().__init__(backend, **options)
         self.info = dataclasses.replace(
-            self.info, joins_states=True, borrows_kv=True, hidden_size=2
+            self.info, joins_hidden_states=True, borrows_kv=True, hidden_size=2
         )
         self.unknown = 0
         self._chains: list[list[int]] = []  # tokens after the computed ones, by own state
@@ -167,7 +167,7 @@ class FakeAssistantRunner(FakeDraftRunner):
         assert not layout.stores
         assert batch.joined is not None
         assert (np.diff(layout.cu_seqlens_q) == 1).all()
-        assert batch.logit_rows.tolist() == batch.state_rows.tolist() == list(range(count))
+        assert batch.logit_rows.tolist() == batch.hidden_state_rows.tolist() == list(range(count))
         self.computed += count
         rows = []
         for row, (length, state) in enumerate(
@@ -187,7 +187,7 @@ class FakeAssistantRunner(FakeDraftRunner):
             else:
                 assert state == [1 + tokens[-1], length], "a state of another token"
             self._chains.append([*chain, int(batch.token_ids[row])])
-            batch.states[row] = len(self._chains) - 1, -1
+            batch.hidden_states[row] = len(self._chains) - 1, -1
             rows.append(self._logits(np.array([*tokens.tolist(), *self._chains[-1]])))
         return np.stack(rows)
 

@@ -196,9 +196,9 @@ class FakeRunner:
 
     def _put_states(self, batch: ForwardBatch) -> None:
         """Write hidden states that encode the token and its position and are never 0."""
-        rows = batch.state_rows
+        rows = batch.hidden_state_rows
         if len(rows):
-            batch.states[:] = 1 + np.stack([batch.token_ids, batch.positions], axis=1)[rows]
+            batch.hidden_states[:] = 1 + np.stack([batch.token_ids, batch.positions], axis=1)[rows]
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]

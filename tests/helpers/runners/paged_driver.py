@@ -77,7 +77,7 @@ class PagedDriver:
         self,
         work: Sequence[tuple[DrivenSequence, int]],
         logit_rows: Sequence[int],
-        state_rows: Sequence[int] = (),
+        hidden_state_rows: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Run one pass over the next `count` tokens of each sequence and return logits and states
         of these rows of the pass.
@@ -107,9 +107,9 @@ class PagedDriver:
             slot_mapping=np.array(slots, np.int64),
             states=self.states(work),
         )
-        states = np.full((len(state_rows), self.runner.info.hidden_size), np.nan, np.float32)
+        states = np.full((len(hidden_state_rows), self.runner.info.hidden_size), np.nan, np.float32)
         rows, of_states = (
-            np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows)
+            np.array(list(each), dtype=np.int64) for each in (logit_rows, hidden_state_rows)
         )
         tokens = np.array(token_ids, np.int64), np.array(positions, np.int64)
         batch = ForwardBatch(*tokens, layout, rows, of_states, states)

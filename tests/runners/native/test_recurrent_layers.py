@@ -85,14 +85,14 @@ def whole(runner, tokens, backend="cpu"):
     return driver.prefill(driver.open(tokens))
 
 
-def _of_rows(runner, backend, logit_rows, state_rows):
+def _of_rows(runner, backend, logit_rows, hidden_state_rows):
     """Return logits and states of these rows of a text, computed in one pass, alone."""
     spec = runner.info.kv_spec
     if spec.states:
         driver = drive(runner, backend)
     else:
         driver = PagedDriver(runner, make_backend(choose_backend(backend), spec, 40, 1))
-    return driver.step_for([(driver.open(PROMPT), len(PROMPT))], logit_rows, state_rows)
+    return driver.step_for([(driver.open(PROMPT), len(PROMPT))], logit_rows, hidden_state_rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -131,11 +131,11 @@ def test_chunking_changes_no_bit_on_the_reference_backend(family, runners):
     sequence = driver.open(PROMPT)
     for count in (1, 20, 30):
         driver.step_for([(sequence, count)], [])
-    logits, states = driver.step_for([(sequence, 26)], [3, 20, 25], state_rows=[0, 25])
+    logits, states = driver.step_for([(sequence, 26)], [3, 20, 25], hidden_state_rows=[0, 25])
     np.testing.assert_array_equal(logits, expected[[54, 71, 76]])
     again = drive(runner, "reference")
     _, all_states = again.step_for(
-        [(again.open(PROMPT), len(PROMPT))], [], state_rows=range(len(PROMPT))
+        [(again.open(PROMPT), len(PROMPT))], [], hidden_state_rows=range(len(PROMPT))
     )
     np.testing.assert_array_equal(states, all_states[[51, 76]])
 
@@ -148,10 +148,10 @@ def test_rows_may_want_logits_and_states(family, backend, runners):
     expected, _ = _of_rows(runner, backend, every, [])
     _, all_states = _of_rows(runner, backend, [], every)
     for logit_rows in ([], [76], [3, 5, 70], every):
-        for state_rows in ([3], [5, 20, 76], every):
-            logits, states = _of_rows(runner, backend, logit_rows, state_rows)
+        for hidden_state_rows in ([3], [5, 20, 76], every):
+            logits, states = _of_rows(runner, backend, logit_rows, hidden_state_rows)
             np.testing.assert_array_equal(logits, expected[list(logit_rows)])
-            np.testing.assert_array_equal(states, all_states[list(state_rows)])
+            np.testing.assert_array_equal(states, all_states[list(hidden_state_rows)])
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def passes(runner, backend, rows, states, is_short):
             np.array(rows, np.int64),
             np.array(states, np.int64),
             np.empty((len(states), runner.info.hidden_size if states else 0), np.float32),
-            joined=joined[places].astype(np.float32) if runner.info.joins_states else None,
+            joined=joined[places].astype(np.float32) if runner.info.joins_hidden_states else None,
             is_short=is_short,
         )
-        found.append((runner.forward(batch).copy(), batch.states))
+        found.append((runner.forward(batch).copy(), batch.hidden_states))
     return found
 
 

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from kvboost_edge.kvcache.block_table import BlockTable
 
-__all__ = ["TokenStates"]
+__all__ = ["HiddenStates"]
 
 Floats = npt.NDArray[np.float32]
 
 
-class TokenStates:
+class HiddenStates:
     """Hidden states of consecutive positions of one sequence, after the model's last norm.
 
     They end with states of draft tokens, first those of the model and later those of the head,
