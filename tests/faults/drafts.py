@@ -43,7 +43,7 @@ FAULTS = faults(
         _OF_HEADS,
     ),
     (
-        "MTP head: hidden states of the last tokens of a warmed prompt wait for a draft",
+        "MTP head: the last hidden states of a warmed prompt wait for a draft",
         "engine/spec_decode/model_drafts.py",
         "most = 0 if draft.only_fills else _KEPT_HIDDEN_STATES",
         "most = _KEPT_HIDDEN_STATES",
