@@ -31,9 +31,11 @@ export class ModelsView {
     pulls.listen(() => this.#pullChanged());
   }
 
-  /** Uses a model, whose name may have Ollama's tag, in the chat. */
-  use(name) {
-    const found = this.#models.all.find(({ id }) => id === name || `${id}:latest` === name);
+  /** Uses a model, whose name may have Ollama's tag, in the chat. Reads the list again if it is not in it yet. */
+  async use(name) {
+    const isNamed = ({ id }) => id === name || `${id}:latest` === name;
+    if (!this.#models.all.some(isNamed)) await this.#models.refresh();
+    const found = this.#models.all.find(isNamed);
     if (found !== undefined) this.#models.choose(found.id);
   }
 

@@ -188,6 +188,17 @@ def test_download_progress_is_shown(page):
 
 
 @pytest.mark.full
+def test_a_model_is_used_that_the_page_does_not_list_yet(page):
+    page.add("m")
+    with page.expect_response("**/v1/models"):
+        page.tell({"status": "success"})
+        page.evaluate("window.finish()")
+    page.answer["data"].append(model("m", "not_loaded"))
+    page.locator("#pull-view").get_by_role("button", name="Use in chat").click()
+    page.shows("#model", "m")
+
+
+@pytest.mark.full
 def test_a_download_is_cancelled(page):
     page.add("m")
     page.tell(loading(1000))
