@@ -229,7 +229,8 @@ def _children(count: int) -> Iterator[list[Child]]:
 def _environment() -> dict[str, str]:
     """Return this process's environment plus its import path and Numba settings, for a child."""
     package = str(Path(__file__).parents[2])
-    paths = [package, *(path for path in sys.path if path)]
+    # Python's imports ignore entries that are not strings, such as a Path.
+    paths = [package, *(path for path in sys.path if isinstance(path, str) and path)]
     chosen = {
         "NUMBA_CACHE_DIR": numba_config.CACHE_DIR,
         "NUMBA_CPU_NAME": numba_config.CPU_NAME,

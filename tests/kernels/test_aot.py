@@ -120,6 +120,8 @@ def test_a_child_imports_modules_from_this_process_s_folders(tmp_path, monkeypat
         "    answers.give(line.strip())\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    # Python's imports ignore entries that are not strings.
+    monkeypatch.setattr(sys, "path", [tmp_path / "a_path", *sys.path, None])
     child = aot.Child(["other_child"])
     try:
         child.compile("some_module:kernel")
