@@ -383,7 +383,7 @@ export class Chat {
   /** Puts `text` into the message field, whose text survives a reload, and fits the field to it. */
   #write(text) {
     if (this.#prompt.value !== text) this.#prompt.value = text;
-    save("draft", text);
+    save("draft", this.#draft ?? text); // a reload cancels an edit
     this.#prompt.style.height = "auto";
     this.#prompt.style.height = `${Math.min(this.#prompt.scrollHeight + 2, 240)}px`;
     this.#followEnd(); // a higher field covers the end of the log

@@ -91,6 +91,19 @@ def test_an_unsent_message_survives_a_reload(stand_in):
 
 
 @pytest.mark.full
+def test_a_reload_cancels_an_edit_and_restores_the_draft(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.fill("#prompt", "A draft")
+    chat.button("Edit the last message").click()
+    chat.fill("#prompt", "Pears")
+    reload(chat)
+    chat.expects("#editing").to_be_hidden()
+    assert chat.input_value("#prompt") == "A draft"
+    assert say(chat, "Plums", "Blue", 1) == ["Apples", "Red", "Plums"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("key", ["isComposing: true", "keyCode: 229"])
 def test_keys_of_an_input_method_neither_send_nor_stop(stand_in, key):
     chat = stand_in()
