@@ -18,6 +18,7 @@ export class Chat {
   #connection;
   #id = ""; // id of the chat in this tab; "" until it has a message
   #conversation = new Conversation();
+  #isDeleted = false; // another tab deleted the chat; the next message stores it again
   #view = null; // view of the last turn
   #running = null; // the AbortController of the running answer
   #log = byId("log");
@@ -143,6 +144,7 @@ export class Chat {
     this.#log.append(this.#view.root);
     this.#sticks = true;
     const turn = this.#conversation.begin(question);
+    this.#isDeleted = false;
     this.#keep();
     this.#answer(turn);
   }
@@ -281,6 +283,7 @@ export class Chat {
       this.#setRunning(null);
     }
     this.#endEdit();
+    this.#isDeleted = false;
     const kept = keptChats().find((chat) => chat.id === id);
     this.#id = kept?.id ?? "";
     save("chat", this.#id);
@@ -308,8 +311,9 @@ export class Chat {
     }
   }
 
-  /** Stores the chat in the browser. */
+  /** Stores the chat in the browser, unless another tab deleted it. */
   #keep() {
+    if (this.#isDeleted) return;
     const { turns } = this.#conversation;
     if (turns.length === 0) {
       removeChat(this.#id);
@@ -338,6 +342,7 @@ export class Chat {
   #changedElsewhere({ key, newValue }) {
     const isThis = this.#id !== "" && idOf(key) === this.#id;
     if (isThis && newValue === null) {
+      this.#isDeleted = true;
       this.#warn("This browser no longer keeps this chat. Your next message stores it again.");
     } else if (isThis && this.#running === null) {
       const edited = this.#draft === null ? null : this.#prompt.value;

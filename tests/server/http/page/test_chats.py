@@ -388,6 +388,22 @@ def test_a_chat_that_another_tab_deletes_stays_until_it_is_left(stand_in):
 
 
 @pytest.mark.full
+def test_a_running_answer_does_not_store_a_chat_that_another_tab_deleted(stand_in):
+    chat = stand_in()
+    chat.begin("Apples")
+    with chat.another_tab() as other:
+        other.select_option("#chats", label="Apples")
+        delete(other)
+        expect(chat.locator("#chat-warning")).to_contain_text("no longer keeps this chat")
+    chat.deltas({"content": "Red"})
+    chat.end("stop")
+    assert kept(chat) == {}
+    expect(chat.locator("#chat-warning")).to_contain_text("no longer keeps this chat")
+    assert say(chat, "Pears", "Green", 2) == ["Apples", "Red", "Pears"]
+    assert kept(chat) == {"Apples": ["Apples", "Pears"]}
+
+
+@pytest.mark.full
 def test_two_tabs_that_answer_in_the_same_chat_keep_both_answers(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
