@@ -83,7 +83,7 @@ def _logprobs(
 ) -> list[dict[str, Any] | None] | None:
     if tokens is None:
         return None
-    from kvboost_edge.server.api.logprobs import TokenTexts, finite_logprob
+    from kvboost_edge.text.token_texts import TokenTexts, finite_logprob
 
     texts = TokenTexts(tokenizer)
 

@@ -19,7 +19,7 @@ from kvboost_edge.server.api.checks import (
     most_with_logprobs,
     room_for,
 )
-from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
+from kvboost_edge.server.api.logprobs import OffsetCounter, chat_logprobs
 from kvboost_edge.server.api.prompt_encoding import encode_plain, estimate_messages, size_of
 from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
@@ -36,6 +36,7 @@ from kvboost_edge.server.response_types import (
 )
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
+from kvboost_edge.text.token_texts import TokenTexts
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.answer_reader import TurnReader
 

@@ -10,7 +10,7 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
-from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
+from kvboost_edge.server.api.logprobs import OffsetCounter, completion_logprobs
 from kvboost_edge.server.api.prompt_encoding import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
@@ -23,6 +23,7 @@ from kvboost_edge.server.response_types import (
 )
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
+from kvboost_edge.text.token_texts import TokenTexts
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["RenderedCompletion"]

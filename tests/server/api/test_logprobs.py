@@ -8,10 +8,10 @@ from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.server.api.completion_requests import CompletionChoice
 from kvboost_edge.server.api.logprobs import (
     OffsetCounter,
-    TokenTexts,
     chat_logprobs,
     completion_logprobs,
 )
+from kvboost_edge.text.token_texts import TokenTexts
 from kvboost_edge.text.tokenizer import Tokenizer
 
 

@@ -11,7 +11,6 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.chat_requests import encode_prompt, prompt_only
 from kvboost_edge.server.api.checks import respond_when_loaded, served_model
-from kvboost_edge.server.api.logprobs import TokenTexts
 from kvboost_edge.server.api.prompt_encoding import (
     encode_text,
     estimate_messages,
@@ -33,6 +32,7 @@ from kvboost_edge.server.response_types import (
 from kvboost_edge.server.state import ModelState, tenant_of
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
+from kvboost_edge.text.token_texts import TokenTexts
 
 __all__ = ["router"]
 
