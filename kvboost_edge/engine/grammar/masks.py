@@ -3,7 +3,8 @@
 Each sequence has its own llguidance parser. After each token, the parser reports which tokens may
 follow. The parser advances with accepted tokens only. Draft tokens are masked and sampled row by
 row, like any other token. Where the grammar allows only one text, its tokens become draft tokens.
-Other drafts are chosen or cut so that the grammar allows their tokens.
+Other drafts are chosen or cut so that the grammar allows their tokens, as far as their masks are
+fast.
 
 A mask usually takes less than a millisecond and is computed on the engine thread. Masks of an
 ambiguous grammar can take a hundred times as long. They are computed in a separate thread, and the
@@ -12,9 +13,10 @@ sequence skips forward passes until its mask is ready.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -36,7 +38,9 @@ Floats = npt.NDArray[np.float32]
 # Limits on mask computation, in seconds of CPU time.
 _SLOW_SECONDS = 0.004  # slower masks would delay the engine thread
 _CHEAP_SECONDS = 0.001  # slower masks would take as long as a pass of a small draft model
-_SLOW_TOKENS = 32  # tokens after a slow mask whose masks use a separate thread
+# Tokens after a slow mask whose masks use a separate thread. Likewise, tokens after a mask of draft
+# tokens that is not cheap, for which only the first draft token is masked.
+_SLOW_TOKENS = 32
 _TOKEN_SECONDS = 0.05  # average per token, after at least _MEASURED_TOKENS tokens
 _TOTAL_SECONDS = 2.0  # total for all masks of a request, unless its grammar counts as slow
 _MEASURED_TOKENS = 8
@@ -82,7 +86,7 @@ class GrammarConstraint(Constraint):
         self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
         self._forced: list[int] = []
         self._asks = True
-        self._slow_tokens = 0
+        self._slow_tokens = self._first_only_tokens = 0
         self._is_cheap = True
         self._seconds = 0.0
         self._num_tokens = 0
@@ -116,14 +120,14 @@ class GrammarConstraint(Constraint):
             self._check()
         self._seconds += time.thread_time() - began
         self._num_tokens += 1
+        self._first_only_tokens = max(0, self._first_only_tokens - 1)
         self._is_found = False
         if self._forced and self._forced[0] != token_id:
             self._asks = len(self._forced) <= _LONG_TEXT
             self._forced = []
         self._forced = self._forced[1:]
         is_stopped = self._matcher.is_stopped()
-        is_slow = self._is_slow or self._slow_tokens > 0
-        if is_slow and self._submit is not None and not is_stopped:
+        if self._expects_slow and self._submit is not None and not is_stopped:
             self._pending = self._submit(self._find)
         return is_stopped
 
@@ -152,7 +156,19 @@ class GrammarConstraint(Constraint):
                 self._find()
             except RequestError:
                 return Lookahead()
-        return _GrammarLookahead(self._matcher, self._words, self._room, follows=self._is_cheap)
+        follows = self._is_cheap and not (self._expects_slow or self._first_only_tokens)
+        return _GrammarLookahead(
+            self._matcher, self._words, self._room, self._stop_following, follows=follows
+        )
+
+    @property
+    def _expects_slow(self) -> bool:
+        """True if the next masks are expected to be slow."""
+        return self._is_slow or self._slow_tokens > 0
+
+    def _stop_following(self) -> None:
+        """Mask only the first draft token for some time."""
+        self._first_only_tokens = _SLOW_TOKENS
 
     def _settle(self) -> None:
         """Wait for a mask that another thread computes, and raise the error if it failed."""
@@ -213,28 +229,38 @@ class _GrammarLookahead(Lookahead):
     """The grammar of one sequence after draft tokens.
 
     It reads the next token's mask, which the sequence needs as well. Masks of later tokens come
-    from a copy of the parser, which can fail or reach its limits without ending the request.
+    from a copy of the parser, which can fail or reach its limits without ending the request. They
+    delay the engine thread, so later tokens are no longer masked once the copy takes too long.
 
     Args:
         matcher: The sequence's parser.
         words: The next token's mask.
         room: The buffer that `masked` writes to.
+        on_slow: Function to call if the copy takes too long.
         follows: False if later tokens are not masked, because their masks would take too long.
     """
 
     def __init__(
-        self, matcher: LLMatcher, words: npt.NDArray[np.int32], room: Floats, *, follows: bool
+        self,
+        matcher: LLMatcher,
+        words: npt.NDArray[np.int32],
+        room: Floats,
+        on_slow: Callable[[], None],
+        *,
+        follows: bool,
     ) -> None:
         self._matcher = matcher
         self._copy: LLMatcher | None = None
         self._words = words
         self._room = room
+        self._on_slow = on_slow
         self._follows = follows
         self._is_masked = self._is_found = True
 
     def masked(self, logits: Floats) -> Floats:
-        if self._copy is not None and not self._is_found:
-            self._copy.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._copy is not None and self._is_masked and not self._is_found:
+            with self._timed():
+                self._copy.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
             self._is_found = True
             self._is_masked = not self._copy.is_error()
         if not self._is_masked:
@@ -246,22 +272,34 @@ class _GrammarLookahead(Lookahead):
         self._is_masked = self._is_masked and self._follows
         if not self._is_masked:
             return False
-        if self._copy is None:
-            self._copy = self._matcher.deep_copy()
-            self._words = np.empty_like(self._words)
-        self._copy.consume_token(token_id)
-        self._is_masked = not self._copy.is_error()
+        with self._timed():
+            if self._copy is None:
+                self._copy = self._matcher.deep_copy()
+                self._words = np.empty_like(self._words)
+            self._copy.consume_token(token_id)
+        is_valid = not self._copy.is_error()
+        self._is_masked = is_valid and self._follows
         self._is_found = False
-        return self._is_masked and self._copy.is_stopped()
+        return is_valid and self._copy.is_stopped()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         if not self._follows:
             first = token_ids[0]
             is_allowed = self._words[first // WORD_BITS] >> (first % WORD_BITS) & 1
             return len(token_ids) if is_allowed else 0
-        copy = self._matcher.deep_copy()
-        count = copy.validate_tokens(list(token_ids))
+        with self._timed():
+            copy = self._matcher.deep_copy()
+            count = copy.validate_tokens(list(token_ids))
         return len(token_ids) if copy.is_error() else count
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Mask no later tokens if the copy takes too long."""
+        began = time.thread_time()
+        yield
+        if time.thread_time() - began > _CHEAP_SECONDS:
+            self._follows = False
+            self._on_slow()
 
 
 def first_line(text: str) -> str:

@@ -3,6 +3,7 @@ these tests have a prescribed speed.
 """
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -138,20 +139,37 @@ def test_a_lookahead_leaves_the_error_of_a_failed_mask_to_the_request(monkeypatc
 
 
 class Clock(Parser):
-    """Parser whose masks take a number of CPU seconds on a clock of its own."""
+    """Parser whose masks and tokens take a number of CPU seconds on a clock, shared by its copies.
+
+    - seconds: of each mask
+    - token_seconds: of each token
+    """
 
     now = 0.0
 
     def __init__(self, seconds):
         super().__init__()
         self.seconds = seconds
+        self.token_seconds = 0.0
+        self.clock = self
 
     def thread_time(self):
         return self.now
 
     def unsafe_compute_mask_ptr(self, address, num_bytes):
         super().unsafe_compute_mask_ptr(address, num_bytes)
-        self.now += self.seconds
+        self.clock.now += self.seconds
+
+    def consume_token(self, token_id):
+        self.clock.now += self.token_seconds
+        return super().consume_token(token_id)
+
+    def deep_copy(self):
+        return copy.copy(self)
+
+    def validate_tokens(self, token_ids):
+        self.clock.now += self.token_seconds
+        return next((n for n, one in enumerate(token_ids) if one % 2), len(token_ids))
 
 
 def long_answer(monkeypatch, seconds, *, is_slow):
@@ -177,6 +195,63 @@ def test_only_the_average_of_a_slow_grammar_is_limited(monkeypatch):
     assert 0 < count < 50
     assert error.startswith("the grammar is too slow: its masks took 0.4")
     assert "Exclude from each repetition the characters that may follow it" in error
+
+
+def num_masked(ahead):
+    """Return the number of draft tokens that a lookahead masks, up to 5."""
+    zeros = np.zeros(VOCAB_SIZE, np.float32)
+    for count in range(5):
+        if not np.isneginf(ahead.masked(zeros)[1::2]).all():
+            return count
+        ahead.advance(2)
+    return 5
+
+
+def follows(grammar):
+    """Return whether a grammar checks draft tokens after the first one."""
+    return grammar.lookahead().num_allowed([2, 3]) == 1
+
+
+@pytest.mark.parametrize(("slow", "masked"), [("seconds", 2), ("token_seconds", 1)])
+def test_draft_tokens_are_masked_until_a_later_mask_takes_too_long(monkeypatch, slow, masked):
+    parser = Clock(0.0)
+    monkeypatch.setattr(masks, "time", parser)
+    grammar = GrammarConstraint(parser, room())
+    assert num_masked(grammar.lookahead()) == 5
+    setattr(parser, slow, 0.02)
+    assert num_masked(grammar.lookahead()) == masked
+    assert parser.now == 0.02
+    setattr(parser, slow, 0.0)
+    for _ in range(masks._SLOW_TOKENS):
+        assert not follows(grammar)
+        assert num_masked(grammar.lookahead()) == 1
+        grammar.advance(2)
+    assert follows(grammar)
+    assert num_masked(grammar.lookahead()) == 5
+
+
+def test_slow_checks_of_draft_tokens_stop(monkeypatch):
+    parser = Clock(0.0)
+    monkeypatch.setattr(masks, "time", parser)
+    grammar = GrammarConstraint(parser, room())
+    parser.token_seconds = 0.02
+    assert follows(grammar)
+    assert not follows(grammar)
+    assert parser.now == 0.02
+
+
+def test_only_the_first_draft_token_is_masked_while_slow_masks_are_expected(threads, monkeypatch):
+    parser = Clock(0.0)
+    monkeypatch.setattr(masks, "time", parser)
+    assert num_masked(GrammarConstraint(parser, room(), is_slow=True).lookahead()) == 1
+    parser.seconds = 2 * masks._SLOW_SECONDS
+    grammar = GrammarConstraint(parser, room(), threads.submit)
+    parser.seconds = 0.0
+    for _ in range(masks._SLOW_TOKENS):
+        assert num_masked(grammar.lookahead()) == 1
+        grammar.advance(2)
+        grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+    assert num_masked(grammar.lookahead()) == 5
 
 
 def test_a_sequence_skips_steps_until_its_mask_is_ready(threads):
