@@ -18,7 +18,7 @@ export class Chat {
   #connection;
   #id = ""; // id of the chat in this tab; "" until it has a message
   #conversation = new Conversation();
-  #isDeleted = false; // another tab deleted the chat; the next message stores it again
+  #deleted = null; // the stored text of the chat if another tab deleted it; the next message stores it again
   #view = null; // view of the last turn
   #running = null; // the AbortController of the running answer
   #log = byId("log");
@@ -144,7 +144,7 @@ export class Chat {
     this.#log.append(this.#view.root);
     this.#sticks = true;
     const turn = this.#conversation.begin(question);
-    this.#isDeleted = false;
+    this.#deleted = null;
     this.#keep();
     this.#answer(turn);
   }
@@ -283,7 +283,7 @@ export class Chat {
       this.#setRunning(null);
     }
     this.#endEdit();
-    this.#isDeleted = false;
+    this.#deleted = null;
     const kept = keptChats().find((chat) => chat.id === id);
     this.#id = kept?.id ?? "";
     save("chat", this.#id);
@@ -313,7 +313,7 @@ export class Chat {
 
   /** Stores the chat in the browser, unless another tab deleted it. */
   #keep() {
-    if (this.#isDeleted) return;
+    if (this.#deleted !== null) return;
     const { turns } = this.#conversation;
     if (turns.length === 0) {
       removeChat(this.#id);
@@ -339,11 +339,14 @@ export class Chat {
   }
 
   /** Another tab stored or deleted a chat. If it continued this one, shows that, or keeps a running answer as another chat. */
-  #changedElsewhere({ key, newValue }) {
+  #changedElsewhere({ key, oldValue, newValue }) {
     const isThis = this.#id !== "" && idOf(key) === this.#id;
     if (isThis && newValue === null) {
-      this.#isDeleted = true;
+      this.#deleted = oldValue;
       this.#warn("This browser no longer keeps this chat. Your next message stores it again.");
+    } else if (isThis && newValue === this.#deleted) {
+      this.#deleted = null; // the other tab put the chat back
+      this.#warn("");
     } else if (isThis && this.#running === null) {
       const edited = this.#draft === null ? null : this.#prompt.value;
       this.open(this.#id);

@@ -404,6 +404,27 @@ def test_a_running_answer_does_not_store_a_chat_that_another_tab_deleted(stand_i
 
 
 @pytest.mark.full
+def test_a_chat_that_another_tab_deletes_and_puts_back_is_not_stored_twice(stand_in):
+    chat = stand_in()
+    chat.begin("Apples")
+    chat.evaluate(
+        "localStorage.setItem('other', 'x'.repeat(5_000_000));"
+        "addEventListener('storage', ({key}) => { window.changed = key; })"
+    )
+    with chat.another_tab() as other:
+        other.click("#new-chat")
+        say(other, "Too much", "x" * 500_000, 1)
+        other.shows("#chat-warning", UNSTORED)
+        other.evaluate("localStorage.setItem('last', '')")
+        chat.until("window.changed === 'last'")
+    expect(chat.locator("#chat-warning")).to_be_empty()
+    chat.deltas({"content": "Red"})
+    chat.end("stop")
+    answers = [[step["answer"] for step in turn["steps"]] for [turn] in kept_turns(chat)]
+    assert sorted(answers) == [[], ["Red"]]
+
+
+@pytest.mark.full
 def test_two_tabs_that_answer_in_the_same_chat_keep_both_answers(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
