@@ -9,10 +9,12 @@ is in the folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import pkgutil
 import shutil
@@ -32,6 +34,7 @@ from kvboost_edge.kernels.library import (
     FORMAT,
     Manifest,
     is_trusted,
+    library_folder,
     llvm_version,
     package_versions,
     symbol_of,
@@ -42,6 +45,7 @@ from kvboost_edge.kernels.targets import KernelTarget
 
 __all__ = ["build_library"]
 
+_LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.build"
 _PACKAGE = "kvboost_edge.kernels"
 _COMPILERS = ("cc", "gcc", "clang")
@@ -84,21 +88,35 @@ def build_library(
 
     Raises:
         BackendUnavailable: a kernel cannot be compiled or linked.
-        ConfigError: the folder cannot be written, or other users can write to it.
+        ConfigError: the folder cannot be written, or processes on this machine would search it and
+            other users can write to it.
     """
     link = _linker()
     try:
         # Others may not write to it, whatever the umask is: its files are run.
         folder.mkdir(parents=True, exist_ok=True, mode=0o755)
         if not is_trusted(folder):
-            raise ConfigError(
-                f"{folder} can be written by other users, so processes would refuse the library; "
-                f"choose a folder of this user or root, or use `chmod go-w {folder}`"
-            )
+            if folder.resolve() == library_folder().resolve():
+                raise ConfigError(
+                    f"{folder} can be written by other users, so processes would refuse the "
+                    "library; choose a folder of this user or root, or use "
+                    f"`chmod go-w {folder}`"
+                )
+            _warn_untrusted(folder)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
             return _build(target, folder, Path(name), link, names, num_processes, tell)
     except OSError as error:
         raise ConfigError(f"kernels cannot be written to {folder}: {error}") from error
+
+
+@functools.cache
+def _warn_untrusted(folder: Path) -> None:
+    """Log once that processes do not load libraries from a folder as it is."""
+    _LOG.warning(
+        "%s can be written by other users. Before processes can use its libraries, the folder or a "
+        "copy of it must belong to their user or root, and no other user may write to it",
+        folder,
+    )
 
 
 def _build(

@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -248,12 +250,39 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
-def test_a_folder_of_other_users_is_refused_before_the_build(tmp_path):
+def test_a_searched_folder_of_other_users_is_refused_before_the_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_KERNELS", str(tmp_path))
     tmp_path.chmod(0o775)
     told = []
-    with pytest.raises(ConfigError, match=rf"chmod go-w {tmp_path}"):
-        build_library(usable_targets()[0], tmp_path, tell=lambda *counts: told.append(counts))
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path, Path()):
+        with pytest.raises(ConfigError, match=re.escape(f"chmod go-w {name}`")):
+            build_library(usable_targets()[0], name, tell=lambda *counts: told.append(counts))
     assert told == []
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+@pytest.mark.parametrize("reason", ["mode", "owner"])
+def test_a_library_may_be_built_for_elsewhere_in_a_folder_of_other_users(
+    reason, tmp_path, chosen, caplog, monkeypatch
+):
+    place = tmp_path / "libraries"
+    place.mkdir(mode=0o755)
+    names = [team.team_entries[0].name]
+    with monkeypatch.context() as building:
+        if reason == "mode":
+            place.chmod(0o775)
+        elif os.getuid() == 0:
+            os.chown(place, 12345, -1)
+        else:
+            building.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
+        for _ in range(2):
+            build_library(usable_targets()[0], place, names=names, num_processes=1)
+        assert caplog.text.count(f"{place} can be written by other users") == 1
+        assert "can be written by other users" in chosen(place).reason
+    copy = shutil.copytree(place, tmp_path / "copy")
+    copy.chmod(0o755)
+    assert chosen(copy).library is not None
 
 
 def test_a_child_that_ends_at_its_start_is_an_error(tmp_path, monkeypatch):
