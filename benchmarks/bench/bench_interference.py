@@ -42,6 +42,7 @@ from benchmarks import harness
 from benchmarks.bench.bench_peers import ALL_SHAPES, RandomModel, parser_for_layers
 from benchmarks.bench.bench_server import free_port, served
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.models.checkpoint import Checkpoint
 
 _SHORT = 60  # tokens of a short prompt
 _STREAM = 40  # tokens in the prompt of a stream
@@ -73,6 +74,14 @@ class Job(NamedTuple):
     ids: tuple[int, int]
     tokens: int = 6000
     alone_s: float = 3.0
+
+    @classmethod
+    def of(cls, model: Path | str, threads: int, prompt: int) -> Job:
+        """Return a job without streams, with the token ids and lengths that the model can have."""
+        spec = Checkpoint.open(model).spec
+        ids = min(1000, spec.vocab_size // 2), min(40_000, spec.vocab_size - 1)
+        longest = min(cls._field_defaults["tokens"], spec.max_context - _STREAM)
+        return cls(str(model), threads, 0, prompt, ids, tokens=longest)
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         """Return random token ids."""
@@ -258,20 +267,15 @@ def main() -> None:
         return
     if options.quick:
         options.shape, options.streams, options.prompt, options.rounds = "tiny", [1], 2000, 1
-    whole = Job("", options.threads, 0, options.prompt, (1000, 40_000))
     if options.model is None:
-        options.model, shape, _ = RandomModel.written(options, ALL_SHAPES)
-        low, high = whole.ids
-        whole = whole._replace(
-            ids=(min(low, shape.vocab // 2), min(high, shape.vocab - 1)),
-            tokens=min(whole.tokens, shape.context - _STREAM),
-        )
+        options.model = RandomModel.written(options, ALL_SHAPES).path
+    whole = Job.of(options.model, options.threads, options.prompt)
     if options.quick:
         whole = whole._replace(alone_s=0.3)
     rounds = {}
     rows = []
     for streams in options.streams:
-        job = whole._replace(model=str(options.model), streams=streams)
+        job = whole._replace(streams=streams)
         rounds[streams] = [_round(options, job) for _ in range(options.rounds)]
         rows += rows_of(streams, rounds[streams])
     harness.report("bench_interference", rows, options=options, rounds=rounds)

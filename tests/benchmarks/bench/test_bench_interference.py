@@ -1,5 +1,8 @@
 """Tests of the benchmark of long prompts next to streams: gaps of streams and rows of the table."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from benchmarks.bench.bench_interference import Job, figures_of, measure, rows_of
@@ -29,6 +32,19 @@ def test_rows_pool_the_gaps_of_all_rounds_and_take_medians_of_other_figures():
     assert (row["streams"], row["engine"]) == (4, "paced")
     assert (row["during p50 ms"], row["during max ms"], row["alone p50 ms"]) == (2.0, 9.0, 15.0)
     assert (row["prompt s"], row["short ms"], row["cancel ms"]) == (2.0, 6.0, None)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "context", "ids", "tokens"),
+    [(1024, 512, (512, 1023), 472), (50_000, 8192, (1000, 40_000), 6000)],
+)
+def test_prompts_and_streams_fit_the_model(vocab, context, ids, tokens, tmp_path):
+    shape = dataclasses.replace(SHAPES["tiny"], vocab=vocab, context=context, layers=1)
+    write_gguf(tmp_path / "model.gguf", shape, "Q4_0")
+    job = Job.of(tmp_path / "model.gguf", 1, 300)
+    assert (job.ids, job.tokens, job.prompt) == (ids, tokens, 300)
+    drawn = job.draw(np.random.default_rng(0), 2000)
+    assert set(drawn) <= set(range(vocab))
 
 
 @pytest.mark.full
