@@ -137,7 +137,7 @@ class _UserProvidedLocator(UserProvidedCacheLocator):  # type: ignore[misc]
         for each in (path.parent, path):
             each.mkdir(mode=0o755, parents=True, exist_ok=True)
             if not _is_trusted(each, is_parent=each != path):
-                _warn_untrusted(each)
+                _warn_untrusted(each, path.parent)
                 raise PermissionError(f"{each} can be changed by other users")
         super().ensure_cache_path()
 
@@ -302,10 +302,21 @@ def _warn_unsaved(problem: str) -> None:
 
 
 @functools.cache
-def _warn_untrusted(folder: Path) -> None:
-    """Log once that a folder of compiled kernels is not used."""
+def _warn_untrusted(folder: Path, given: Path) -> None:
+    """Log once that a folder of compiled kernels is not used.
+
+    Args:
+        folder: the folder that other users can change.
+        given: the folder in NUMBA_CACHE_DIR.
+    """
+    # Only its owner can change a folder's mode. A volume's mount point often belongs to root.
+    if folder.stat().st_uid == os.getuid():
+        advice = f"Use `chmod o-w {folder}`"
+    else:
+        advice = f"Set it to a folder of this user, such as a new one below {given}"
     _LOG.warning(
         "NUMBA_CACHE_DIR is not used, because other users can change %s and this process would run "
-        "their code. Use `chmod o-w` on it, or a folder that belongs to this user or root",
+        "their code. %s",
         folder,
+        advice,
     )

@@ -125,11 +125,13 @@ def test_a_folder_that_all_users_can_write_to_is_not_used(mode, below, is_used, 
     used = Path(opened().kernel.dispatcher._cache.cache_path)
     assert (used == inner) == is_used
     assert caplog.text.count("other users can change") == 1 - is_used
+    unsafe = folder if mode == 0o777 else inner
+    assert caplog.text.count(f"Use `chmod o-w {unsafe}`") == 1 - is_used
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
 @pytest.mark.parametrize("which", ["folder", "folder below"])
-def test_a_folder_of_another_user_is_not_used(which, folder, monkeypatch):
+def test_a_folder_of_another_user_is_not_used(which, folder, monkeypatch, caplog):
     opened().compile()
     [inner] = folder.iterdir()
     owned = folder if which == "folder" else inner
@@ -138,6 +140,24 @@ def test_a_folder_of_another_user_is_not_used(which, folder, monkeypatch):
     else:
         monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     assert not opened().is_ready
+    assert f"can change {folder}" in caplog.text
+    assert "chmod" not in caplog.text
+    assert f"a new one below {folder}" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_new_folder_below_a_folder_of_all_users_is_used(mode, folder, monkeypatch, caplog):
+    folder.mkdir()
+    folder.chmod(mode)
+    if os.getuid() == 0:
+        os.chown(folder, 12345, -1)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "own"))
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(folder / "own"))
+    opened().compile()
+    assert opened().is_ready
+    assert Path(opened().kernel.dispatcher._cache.cache_path).parent == folder / "own"
+    assert "NUMBA_CACHE_DIR" not in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no permissions")
