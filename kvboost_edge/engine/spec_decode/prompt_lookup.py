@@ -39,7 +39,8 @@ from kvboost_edge.kernels.suffix_automaton import (
 __all__ = ["PromptLookup", "TenantHistory", "prepare_drafts"]
 
 _LEAST_MATCH = 3  # tokens; shorter matches are often coincidental
-_ASTRAY = 3  # consecutive drafts without an accepted token before a source is dropped
+# Consecutive drafts without an accepted or allowed token before a source is dropped.
+_ASTRAY = 3
 _LONGEST_TAIL = 64  # number of tokens compared with the ring
 _LEAST_ROOM = 1024  # initial capacity of an automaton, in tokens
 _RING = "ring"
@@ -208,6 +209,10 @@ class PromptLookup:
         fading = _MEMORY if num_drafted else _FADING
         self._right = self._right * fading + num_accepted
         self._wrong = self._wrong * fading + (num_accepted < num_drafted)
+
+    def note_forbidden(self) -> None:
+        """Record that the first token of a proposal is forbidden, so that nothing is drafted."""
+        self._num_astray += 1
 
     def release(self) -> None:
         """Free the automaton's memory."""

@@ -310,7 +310,10 @@ class Speculation(DraftPlanner):
         if forced:
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)
-        found = _allowed(drafts.lookup.propose(sequence.token_ids, most), sequence.grammar)
+        proposed = drafts.lookup.propose(sequence.token_ids, most)
+        found = _allowed(proposed, sequence.grammar)
+        if proposed is not None and found is None:
+            drafts.lookup.note_forbidden()
         if self._models is None or drafts.model is None:
             return found
         return self._models.propose(sequence, drafts.model, most, costs, found)

@@ -17,6 +17,7 @@ from kvboost_edge.engine.grammar import masks
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 WORDS = Grammar("regex", r"([a-h]{2,5}[ ,.]){8,60}")
@@ -120,6 +121,9 @@ class Repeated:
     def learn(self, num_drafted, num_accepted):
         pass
 
+    def note_forbidden(self):
+        pass
+
     def release(self):
         pass
 
@@ -140,6 +144,33 @@ def test_lookup_drafts_nothing_that_the_grammar_forbids(monkeypatch, is_cheap):
             one.drafted_tokens / one.num_drafts for one in lengths
         ]  # ends of answers are short
         assert math.ceil(max(means, default=0)) == most
+
+
+class Recorded(PromptLookup):
+    """Prompt lookup that records its proposals."""
+
+    def __init__(self):
+        super().__init__(b"", TenantHistory())
+        self.proposals = []
+
+    def propose(self, token_ids, most):
+        self.proposals.append(super().propose(token_ids, most))
+        return self.proposals[-1]
+
+
+def test_lookup_gives_up_a_source_that_the_grammar_forbids():
+    """The source is digits, which the prompt repeats. The grammar allows only words."""
+    digits = fake_tokenizer().encode("314159265358979323846264338327950288419")
+    repeated = [*digits, 7, *digits[:9]]
+    lookup = Recorded()
+    assert lookup.propose(repeated, 4).token_ids == digits[9:13]
+    bench = PLAIN.bench()
+    bench.scheduler.speculation.prompt_lookup = lambda request: lookup
+    terms = {"grammar": WORDS, **DRAFTS}
+    handle = bench.submit(repeated, 12, terms=terms)
+    bench.run()
+    assert handle.result(0).drafted_tokens == 0
+    assert [one is not None for one in lookup.proposals[1:9]] == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize("seed", range(6))
