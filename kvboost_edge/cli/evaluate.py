@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
@@ -21,8 +21,18 @@ from kvboost_edge.cli.option_parsing import engine_options
 from kvboost_edge.cli.session import loaded_engine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.perplexity import MIN_WINDOW, TextScore, score_text
-from kvboost_edge.engine.retrieval import LONGEST_ANSWER, TASKS, TaskScore, score_task
+from kvboost_edge.engine.retrieval import (
+    LONGEST_ANSWER,
+    MIN_CONTEXT,
+    TASKS,
+    TaskScore,
+    has_room,
+    score_task,
+)
 from kvboost_edge.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.engine import CPUPagedEngine
 
 __all__ = ["parse_against", "run_eval", "run_retrieval"]
 
@@ -102,14 +112,28 @@ def run_retrieval(
     Loads one engine at a time.
     """
     others = _configurations(options, against)
+    configurations = [("", options), *others]
+    if window is not None and window < MIN_CONTEXT:
+        raise ConfigError(
+            f"--window {window} is too small for --retrieval; give at least {MIN_CONTEXT} tokens"
+        )
+    size = _RETRIEVAL_WINDOW if window is None else window
+    for name, changed in configurations:
+        limit = EngineConfig.from_options(**changed).max_model_len or size
+        if window is None:
+            size = min(size, limit)
+        _check_context(name, size, limit)
     notes = open_console(stderr=True, quiet=as_json)
     found: list[tuple[str, list[TaskScore]]] = []
     forms = []
-    for name, changed in (("", options), *others):
+    for name, changed in configurations:
         with loaded_engine(model, changed, notes) as engine:
             longest = engine.runner_info.max_context
-            size = min(_RETRIEVAL_WINDOW, longest) if window is None else window
-            _check_prefill(options, others, size - LONGEST_ANSWER)
+            if not name:  # all engines answer the same questions, so they share one size
+                size = min(size, longest) if window is None else size
+                _check_prefill(options, others, size - LONGEST_ANSWER)
+            _check_context(name, size, longest)
+            _check_room(engine, size)
             scores = []
             with _bar(notes, name or "scoring", "questions") as progress:
                 for index, task in enumerate(TASKS):
@@ -127,6 +151,26 @@ def run_retrieval(
         print(json.dumps({"model": model, "window": size, "retrieval": rows}))
     else:
         _show_retrieval(found, forms[0], size)
+
+
+def _check_context(name: str, size: int, longest: int) -> None:
+    """Check that a window of `size` tokens fits the context of an engine, `longest` tokens."""
+    if size > longest:
+        whose = f"of --against {name}" if name else "length"
+        raise ConfigError(
+            f"a window of {size} tokens exceeds the context {whose}; give a --window of at most "
+            f"{longest}"
+        )
+
+
+def _check_room(engine: CPUPagedEngine, size: int) -> None:
+    """Check that a window of `size` tokens has room for a question of each task."""
+    for task in TASKS:
+        if not has_room(engine, task, size):
+            raise ConfigError(
+                f"a window of {size} tokens is too small for a question of the task {task}; give "
+                "a larger --window, or a model with a longer context"
+            )
 
 
 def _configurations(

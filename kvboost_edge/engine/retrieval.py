@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LONGEST_ANSWER",
+    "MIN_CONTEXT",
     "TASKS",
     "Question",
     "TaskScore",
+    "has_room",
     "make_question",
     "score_answer",
     "score_task",
@@ -130,6 +132,8 @@ TASKS: Mapping[str, Callable[[random.Random], Question]] = {
 """Functions that make a question, by task."""
 LONGEST_ANSWER = 48
 """Maximum number of tokens of an answer, in any task."""
+MIN_CONTEXT = 256
+"""Number of tokens below which a question of some task does not fit with usual tokenizers."""
 
 
 def make_question(task: str, seed: int, num_pieces: int) -> tuple[str, Question]:
@@ -152,6 +156,10 @@ def make_question(task: str, seed: int, num_pieces: int) -> tuple[str, Question]
 def score_answer(answer: str, expected: Sequence[str]) -> float:
     """Return the share of the expected strings that the answer contains."""
     return sum(one in answer for one in expected) / len(expected)
+
+
+class _TooSmallError(RequestError):
+    """The context is too small for a question."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,6 +226,15 @@ def score_task(
     )
 
 
+def has_room(engine: CPUPagedEngine, task: str, context: int) -> bool:
+    """Return whether the first question of a task fits in `context` tokens with its answer."""
+    try:
+        _prompt(engine, task, 0, context)
+    except _TooSmallError:
+        return False
+    return True
+
+
 def _prompt(
     engine: CPUPagedEngine, task: str, seed: int, context: int
 ) -> tuple[list[int], Question]:
@@ -233,6 +250,7 @@ def _prompt(
         if len(ids) <= context - question.longest:
             return ids, question
         pieces -= max(1, pieces // 100)
-    raise RequestError(
-        f"context={context} is too small for a question of the task {task}; raise it"
+    raise _TooSmallError(
+        f"a context of {context} tokens is too small for a question of the task {task}; give a "
+        "larger one"
     )

@@ -199,6 +199,47 @@ def test_eval_scores_retrieval_of_both_sides(long_model, printed, answered, monk
         assert line.index("100.0%") < line.index(" 0.0%")
 
 
+def test_eval_scores_retrieval_of_both_sides_with_one_window(long_model, answered, monkeypatch):
+    lengths = []
+
+    def generate(self, ids, max_new_tokens, temperature):
+        lengths.append(len(ids))
+        return SimpleNamespace(output_text="")
+
+    monkeypatch.setattr(CPUPagedEngine, "generate", generate)
+    argv = ["eval", "--retrieval", "1", "-m", long_model, *SMALL]
+    found = answered(*argv, "--against", "max_model_len=800")
+    assert found["window"] == 800
+    assert lengths[: len(TASKS)] == lengths[len(TASKS) :]
+    assert max(lengths) < 800
+
+
+@pytest.mark.parametrize(
+    ("window", "extra", "named"),
+    [
+        (255, [], "--window 255 is too small for --retrieval; give at least 256 tokens"),
+        (300, [], "a window of 300 tokens is too small for a question of the task"),
+        (1025, [], "exceeds the context length; give a --window of at most 1024"),
+        (
+            900,
+            ["--against", "max_model_len=800"],
+            "exceeds the context of --against max_model_len=800; give a --window of at most 800",
+        ),
+    ],
+)
+def test_retrieval_refuses_windows_before_any_answer(
+    window, extra, named, long_model, refused, monkeypatch
+):
+    monkeypatch.setattr(CPUPagedEngine, "generate", None)  # a call would fail
+    argv = ["eval", "--retrieval", "1", "-m", long_model, *SMALL, "--window", window]
+    assert named in refused(*argv, *extra)
+
+
+def test_retrieval_refuses_a_window_that_is_too_small_before_loading(refused):
+    argv = ["eval", "--retrieval", "1", "-m", "no-such-model", "--window", "40"]
+    assert "--window 40 is too small" in refused(*argv)
+
+
 def test_eval_measures_sparse_prefill_only_where_it_applies(
     long_model, tmp_path, answered, refused, monkeypatch
 ):
