@@ -348,14 +348,21 @@ export class Chat {
       this.#deleted = null; // the other tab put the chat back
       this.#warn("");
     } else if (isThis && this.#running === null) {
-      const edited = this.#draft === null ? null : this.#prompt.value;
-      this.open(this.#id);
-      if (edited !== null) this.#write(edited);
+      this.#reopen();
     } else if (isThis) {
       this.#id = "";
       this.#keep();
     }
     this.#list();
+  }
+
+  /** Shows the chat as it is stored now. An edit ends: its text, if changed, and the draft become a new message. */
+  #reopen() {
+    const text = this.#prompt.value;
+    const isEdited = this.#draft !== null && text !== this.#conversation.turns.at(-1).question;
+    this.open(this.#id);
+    if (isEdited) this.#write([text, this.#prompt.value].filter((one) => one.trim() !== "").join("\n\n"));
+    this.#warn("Another tab changed this chat. Sending adds a new message.");
   }
 
   /** Lists the stored chats. */

@@ -373,6 +373,26 @@ def test_two_tabs_continue_the_same_chat(stand_in):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("edited", "left"),
+    [("Apples?", "Apples?\n\nA draft"), ("Apples", "A draft"), (" ", "A draft")],
+)
+def test_an_edit_that_another_tab_ends_is_announced_and_keeps_the_draft(stand_in, edited, left):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.fill("#prompt", "A draft")
+    chat.button("Edit the last message").click()
+    chat.fill("#prompt", edited)
+    with chat.another_tab() as other:
+        other.select_option("#chats", label="Apples")
+        say(other, "Pears", "Green", 1)
+        expect(chat.locator(".answer-body")).to_have_text(["Red", "Green"])
+        chat.expects("#editing").to_be_hidden()
+        chat.shows("#chat-warning", "Another tab changed this chat. Sending adds a new message.")
+        assert chat.input_value("#prompt") == left
+
+
+@pytest.mark.full
 def test_a_chat_that_another_tab_deletes_stays_until_it_is_left(stand_in):
     chat = stand_in()
     say(chat, "Apples", "Red", 1)
