@@ -59,12 +59,14 @@ class DraftProposal(NamedTuple):
             tokens before it are.
         source: where the tokens come from: "lookup", "grammar", "draft_model" or "mtp".
         ends_early: True if the draft ends by itself before an unlikely token, see `least_chances`.
+        least_tokens: minimum number of tokens to verify, unless none are.
     """
 
     token_ids: list[int]
     chances: Floats
     source: str = "lookup"
     ends_early: bool = False
+    least_tokens: int = 1
 
     @property
     def is_modeled(self) -> bool:
@@ -181,26 +183,28 @@ def choose_lengths(
     """Return how many tokens of each draft to verify, and spend their cost.
 
     Tokens are added in order of their gain, for all sequences together. A token never gains more
-    than the one before it, so each draft is cut at some length. The draft of a single sequence that
-    ends early is verified or not, but never cut, because it knows how likely its own tokens are.
+    than the one before it, so each draft is cut at some length. The first tokens of a draft, up to
+    its minimum, are added together. The draft of a single sequence that ends early is verified or
+    not, but never cut, because it knows how likely its own tokens are.
 
     Args:
         drafts: drafts of sequences that compute one token each, at least one.
         costs: costs of the step.
         credit: limit of the costs.
     """
-    log_gains = _log_gains(drafts)
-    # In order of places, so that of equal gains earlier places come first and all get their share.
+    log_gains, ranks = _grouped_gains(drafts)
     flat = log_gains.T.ravel()
-    order = np.argsort(-flat, kind="stable")[: np.count_nonzero(flat)][:_MOST_ADDED]
-    numbers = order % len(drafts)
+    order = np.lexsort((ranks.T.ravel(), -flat))[: np.count_nonzero(flat)][:_MOST_ADDED]
+    places, numbers = np.divmod(order, len(drafts))
     owners: list[DraftProposal] = []
-    places: list[int] = []
     if costs.drafter is not None:
         owners = [drafts[number] for number in numbers.tolist()]
-        places = (order // len(drafts)).tolist()
-    gains, added = costs.gains_and_costs(flat[order], owners, places)
-    best = int(np.where(added <= max(0.0, credit.balance), gains, 0.0).argmax())
+    gains, added = costs.gains_and_costs(flat[order], owners, places.tolist())
+    is_possible = added <= max(0.0, credit.balance)
+    last_places = np.array([draft.least_tokens - 1 for draft in drafts])[numbers]
+    num_below = np.cumsum((places == 0).astype(np.int64) - (places == last_places))
+    is_possible[1:] &= num_below == 0  # no draft is cut below its minimum
+    best = int(np.where(is_possible, gains, 0.0).argmax())
     is_stale = credit.num_drafting >= _PLAIN_EVERY and gains[best] < _SURE_GAIN
     least = LEAST_GAIN if costs.num_rows == 1 else _LEAST_GAIN_OF_MANY
     if gains[best] <= least or is_stale:
@@ -210,6 +214,27 @@ def choose_lengths(
         return [len(drafts[0].token_ids)]
     counts: list[int] = np.bincount(numbers[:best], minlength=len(drafts)).tolist()
     return counts
+
+
+def _grouped_gains(
+    drafts: Sequence[DraftProposal],
+) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Return the gains of `_log_gains`, averaged over the tokens that are added together.
+
+    Returns:
+        The gains, which are 0 for drafts below their minimum, and the ranks of tokens with equal
+        gains. Earlier places come first, so that all drafts get their share.
+    """
+    gains = _log_gains(drafts)
+    ranks = np.arange(gains.size).reshape(gains.shape, order="F")
+    for row, rank, draft in zip(gains, ranks, drafts, strict=True):
+        least = draft.least_tokens
+        if len(draft.token_ids) < least:
+            row[:] = 0.0
+        elif least > 1:
+            row[:least] = row[:least].mean()
+            rank[:least] = rank[0]
+    return gains, ranks
 
 
 def least_chances(costs: StepCosts, rate: float, most: int) -> tuple[Floats, Floats]:

@@ -401,7 +401,7 @@ class ModelDrafts:
         count = least_tokens + int(rates[least_tokens:].argmax())
         least = 0.0 if always else LEAST_GAIN * rates[0]
         if other is not None:
-            least = max(least, costs.rates(other)[1:].max())
+            least = max(least, costs.rates(other)[least_tokens:].max(initial=0.0))
         if rates[count] <= least:
             return other
         gaps = self.model.missing(sequence.blocks, known - 1, draft.hidden_states)

@@ -273,7 +273,11 @@ class Speculation(DraftPlanner):
             draft = self._propose(sequence, most, costs) if most > 0 else None
             if draft is not None:
                 proposed.append((sequence, draft))
-        weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
+        weighed = [
+            draft._replace(least_tokens=max(1, sequence.request.min_draft_tokens))
+            for sequence, draft in proposed
+            if not sequence.request.always_drafts
+        ]
         chosen = iter(choose_lengths(weighed, costs, self.credit) if weighed else ())
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
             always = sequence.request.always_drafts

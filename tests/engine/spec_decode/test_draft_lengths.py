@@ -82,6 +82,49 @@ def test_the_chosen_lengths_are_optimal(chance, num_drafts, seconds):
     assert sum(chosen) == 0 or rate(chosen) > 1.02 * rate([0] * num_drafts)
 
 
+@pytest.mark.parametrize("least", [2, 4, 7])
+@pytest.mark.parametrize("chances", [(0.6,), (0.9,), (0.6, 0.6), (0.5, 0.95)])
+@pytest.mark.parametrize("slope", [0.03, 0.1, 0.2])
+@pytest.mark.some(2)
+def test_lengths_below_the_minimum_are_not_chosen(least, chances, slope):
+    """The second of two drafts has no minimum."""
+    costs = measured(lambda rows: 1 + slope * (rows - 1))
+    first, *others = drafts(*chances, length=8)
+    proposed = [first._replace(least_tokens=least), *others]
+    possible = [[0, *range(least, 9)], *[range(9)] * len(others)]
+
+    def rate(lengths):
+        made = [
+            sum(chance**place for place in range(length + 1))
+            for chance, length in zip(chances, lengths, strict=True)
+        ]
+        return statistics.geometric_mean(made) / costs.seconds(len(made) + sum(lengths), 0.0)
+
+    chosen = choose_lengths(proposed, StepCosts(len(chances), 0.0, costs))
+    assert chosen[0] in possible[0]
+    best = max(map(rate, itertools.product(*possible)))
+    assert rate(chosen) >= best / (1.03 if len(chances) == 1 else 1.07)
+
+
+def test_a_minimum_above_the_best_length_is_chosen_if_it_beats_no_draft():
+    step = StepCosts(1, 0.0, measured(lambda rows: 1 + 0.2 * (rows - 1)))
+    (draft,) = drafts(0.6, length=8)
+    assert choose_lengths([draft], step) == [2]
+    assert choose_lengths([draft._replace(least_tokens=4)], step) == [4]
+    assert choose_lengths([draft._replace(least_tokens=8)], step) == [0]
+    (short,) = drafts(0.99, length=3)
+    assert choose_lengths([short], step) == [3]
+    assert choose_lengths([short._replace(least_tokens=4)], step) == [0]
+
+
+def test_one_of_equal_drafts_gets_its_minimum_if_the_credit_does_not_suffice_for_both():
+    costs = measured(lambda rows: 1 + 0.05 * rows)
+    first, second = (one._replace(least_tokens=4) for one in drafts(0.9, 0.9, length=8))
+    step = StepCosts(2, 0.0, costs)
+    assert min(choose_lengths([first, second], step)) >= 4
+    assert choose_lengths([first, second], step, 4.5 * 0.05 / 1.1) == [4, 0]
+
+
 def test_nothing_is_drafted_if_each_row_costs_a_whole_pass():
     costs = measured(float)
     assert choose_lengths(drafts(0.97), StepCosts(1, 0.0, costs)) == [0]

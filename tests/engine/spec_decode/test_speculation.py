@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import VOCAB_SIZE
-from helpers.engine.hostile_drafts import KINDS, HostileDrafter, draft_in_turn
+from helpers.engine.hostile_drafts import KINDS, CutDrafter, HostileDrafter, draft_in_turn
 from helpers.engine.model_kinds import PLAIN
+from kvboost_edge.engine.spec_decode import speculation
 from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup, TenantHistory
 from kvboost_edge.engine.spec_decode.speculation import DraftTokens
 from kvboost_edge.errors import KVBoostError
@@ -252,6 +253,39 @@ def test_drafts_below_the_minimum_are_not_verified(kind, most, least, num_blocks
     assert any(verified)
     assert min(verified - {0}) >= min(most, least)
     assert bench.manager.free_block_count == num_blocks
+
+
+def test_automatic_drafts_are_as_long_as_the_minimum(monkeypatch):
+    """Two tokens would be the fastest length, but four are still faster than none."""
+    monkeypatch.setattr(speculation, "observe_pass", lambda *given: None)
+
+    class Fixed(CutDrafter):
+        def propose(self, token_ids, most):
+            draft = super().propose(token_ids, most)
+            return draft._replace(chances=np.full(len(draft.token_ids), 0.6))
+
+    token_ids = prompt(1, 20)
+    truth = [*token_ids, *PLAIN.bench().runner.expected(token_ids, 60)]
+    verified = {}
+    for least in (0, 4):
+        bench = PLAIN.bench()
+        drafts = bench.scheduler.speculation
+        for _ in range(60):
+            for rows in range(1, 10):
+                drafts.costs.observe(rows, 0.0, 1 + 0.2 * (rows - 1))
+        drafts.prompt_lookup = lambda request: Fixed(truth, 8, 8, VOCAB_SIZE)
+        settle = drafts.settle
+        verified[least] = []
+
+        def note(work, num_accepted, settle=settle, counts=verified[least]):
+            counts.append(work.num_drafted)
+            settle(work, num_accepted)
+
+        drafts.settle = note
+        bench.ask(token_ids, 40, terms={"max_draft_tokens": 8, "min_draft_tokens": least})
+    assert max(verified[0]) == 2
+    assert set(verified[4]) == {0, 4}
+    assert verified[4].count(4) > 4
 
 
 def test_a_tenant_is_charged_for_accepted_tokens_only(kind):
