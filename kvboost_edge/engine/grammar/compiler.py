@@ -26,7 +26,13 @@ from kvboost_edge.engine.grammar.gbnf import is_gbnf
 from kvboost_edge.engine.grammar.gbnf_lexemes import LarkGrammar, lark_of_gbnf
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
-from kvboost_edge.engine.request.requested_grammar import KINDS, Grammar, MadeGrammar, read_grammar
+from kvboost_edge.engine.request.requested_grammar import (
+    KINDS,
+    Grammar,
+    MadeGrammar,
+    read_grammar,
+    schemas_in,
+)
 from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -48,7 +54,7 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # limits compilation to 20 ms
     "step_lexer_fuel": 200_000,  # limits a step to 14 ms
     # The default of 50,000 lets a step of an ambiguous grammar take 3 s. 5,000 items take at most
-    # 10 ms and are enough for 200 optional properties.
+    # 10 ms.
     "step_max_items": 5_000,
     "max_lexer_states": 20_000,  # 10 to 40 MB per sequence
     "max_grammar_size": 500_000,
@@ -62,6 +68,12 @@ _GBNF_LIMITS = {"step_max_items": 20_000}
 # Limits for those whose lexemes are single characters. They take 15 ms per 300,000 items, and a
 # second if they are ambiguous, so all their masks are computed in another thread.
 _SLOW_LIMITS = {"step_max_items": 1_000_000, "max_items_in_row": 500}
+# Limits for schemas that have an object with more optional properties than this. White space may
+# follow each of them, in many tokens of a vocabulary of 150,000: 18 properties take more than 5,000
+# items, and 200 take 200,000 in 3 ms. An ambiguous schema could take a second, so all masks are
+# computed in another thread.
+_MANY_OPTIONAL = 6
+_OPTIONAL_LIMITS = {"step_max_items": 500_000}
 _STACK_BYTES = 128 << 20  # reserved address space; untouched pages use no memory
 # Niceness of the threads that compute slow masks. At 0, a mask takes a third of two cores from a
 # forward pass with two threads. A high value would let other programs starve a thread that holds
@@ -130,14 +142,14 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> GrammarConstraint:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(
-            tokenizer, _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
-        )
+        is_slow = _is_slow(grammar)
+        limits = _limits_of(grammar, is_slow=is_slow)
+        matcher = LLMatcher(tokenizer, _compiler_text(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         try:
             return GrammarConstraint(
-                matcher, self._room, self._mask_threads.submit, is_slow=_is_slow(grammar)
+                matcher, self._room, self._mask_threads.submit, is_slow=is_slow
             )
         except RequestError as error:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
@@ -263,7 +275,10 @@ def _takes(grammar: Grammar, text: bytes) -> bool:
     from llguidance import LLMatcher, LLTokenizer
 
     matcher = LLMatcher(
-        LLTokenizer("byte"), _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
+        LLTokenizer("byte"),
+        _compiler_text(grammar),
+        log_level=0,
+        limits=_limits_of(grammar, is_slow=_is_slow(grammar)),
     )
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
@@ -276,7 +291,8 @@ def _check_text(grammar: Grammar) -> None:
     text = _compiler_text(grammar)
     # A Lark grammar may name tokens of the vocabulary.
     if grammar.kind != "grammar" or _as_lark(grammar) is not None:
-        refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
+        limits = _limits_of(grammar, is_slow=_is_slow(grammar))
+        refusal = LLMatcher.validate_grammar(text, None, limits=limits)
         if refusal:
             raise _refusal(grammar, refusal)
 
@@ -325,8 +341,30 @@ def _as_lark(grammar: Grammar) -> LarkGrammar | None:
 
 
 def _is_slow(grammar: Grammar) -> bool:
+    """Return whether masks of the grammar may be too slow for the engine thread."""
     lark = _as_lark(grammar)
-    return lark is not None and lark.is_slow
+    return _has_many_optional(grammar) if lark is None else lark.is_slow
+
+
+def _has_many_optional(grammar: Grammar) -> bool:
+    """Return whether a schema in the grammar has an object with many optional properties."""
+    left: list[Any] = []
+    if grammar.kind == "json_schema":
+        left = [json.loads(grammar.text)]
+    elif grammar.kind == "grammar":
+        left = list(schemas_in(grammar.text))
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+            properties, required = value.get("properties"), value.get("required")
+            if isinstance(properties, dict):
+                num_required = len(required) if isinstance(required, list) else 0
+                if len(properties) - num_required > _MANY_OPTIONAL:
+                    return True
+    return False
 
 
 def _lower_priority() -> None:
@@ -383,13 +421,15 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 _STACK_SIZE = threading.Lock()  # threading.stack_size applies to every thread started
 
 
-def _limits_of(grammar: Grammar) -> LLParserLimits:
-    """Return the compiler limits for a grammar."""
+def _limits_of(grammar: Grammar, *, is_slow: bool) -> LLParserLimits:
+    """Return the limits of the compiler and the parser for a grammar."""
     # Large grammars for many tools need more fuel for their first steps.
     from llguidance import LLParserLimits
 
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
     fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
-    lark = _as_lark(grammar)
-    of_gbnf = {} if lark is None else _SLOW_LIMITS if lark.is_slow else _GBNF_LIMITS
-    return LLParserLimits(**{**_LIMITS, **fuel, **of_gbnf})
+    if _as_lark(grammar) is None:
+        items = _OPTIONAL_LIMITS if is_slow else {}
+    else:
+        items = _SLOW_LIMITS if is_slow else _GBNF_LIMITS
+    return LLParserLimits(**{**_LIMITS, **fuel, **items})

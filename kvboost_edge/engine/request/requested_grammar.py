@@ -6,18 +6,27 @@ literal text.
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.schema_queries import is_circular
 from kvboost_edge.text.turns.schema_rewrite import rewritten
 
-__all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
+__all__ = [
+    "KINDS",
+    "MOST_BYTES",
+    "Grammar",
+    "MadeGrammar",
+    "read_grammar",
+    "schema_of",
+    "schemas_in",
+]
 
 KINDS = ("json_schema", "regex", "grammar", "choice")
 MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 18, "choice": 1 << 17}
@@ -108,13 +117,16 @@ def _check_grammar(text: str) -> None:
     num_lines = len(text.splitlines())
     if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
         raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
-    # Decode each schema from its start, because its strings may contain another %json.
-    for mark in _SCHEMA_MARK.finditer(text):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(text, mark.end())
-        except (ValueError, RecursionError):
-            continue
+    for schema in schemas_in(text):
         _check_schema(schema)
+
+
+def schemas_in(grammar: str) -> Iterator[Any]:
+    """Yield the schemas after %json in a Lark grammar that are valid JSON."""
+    # Decode each schema from its start, because its strings may contain another %json.
+    for mark in _SCHEMA_MARK.finditer(grammar):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.JSONDecoder().raw_decode(grammar, mark.end())[0]
 
 
 def schema_of(value: object) -> dict[str, Any] | bool:

@@ -12,9 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
+import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.engine.fake_runner import (
     CONTEXT,
@@ -33,6 +34,7 @@ from kvboost_edge.engine.grammar.compiler import GrammarCompiler, fits_schema
 from kvboost_edge.engine.request.requested_grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.lark import JSON_OPTIONS
 
 COUNT = 320
 MOST = CONTEXT - 20
@@ -468,6 +470,47 @@ def test_a_missing_package_is_named_in_the_error(engine, monkeypatch):
     ):
         engine.generate("x", regex="a")
     assert engine.generate("x", max_new_tokens=1).generated_tokens == 1
+
+
+def tokenizer_with_spaces():
+    """Return a tokenizer of bytes that also has tokens of white space and punctuation, as large
+    vocabularies do, and its number of tokens. The last token ends an answer.
+    """
+    spaces = {"\n" * lines + " " * count for lines in range(9) for count in range(65)}
+    texts = {space + mark for space in spaces for mark in ("", '"', ",", "}")}
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = {level.pre_tokenize_str(text)[0][0] for text in texts - {""}}
+    vocabulary = [*sorted({*level.alphabet(), *words}), "<|end|>"]
+    raw = tokenizers.Tokenizer(
+        models.BPE({word: number for number, word in enumerate(vocabulary)}, [])
+    )
+    raw.pre_tokenizer = level
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<|end|>"])
+    return Tokenizer.from_transformers(raw), len(vocabulary)
+
+
+@pytest.mark.parametrize("count", [6, 200])
+@pytest.mark.parametrize("form", ["schema", "schema in a grammar"])
+def test_many_optional_properties_are_allowed(count, form):
+    """The parser follows each property after each amount of white space that a token has."""
+    properties = {f"p{number}": {"type": "string"} for number in range(count)}
+    schema = json.dumps({"type": "object", "properties": properties})
+    tokenizer, size = tokenizer_with_spaces()
+    compiler = GrammarCompiler(tokenizer, size, frozenset({size - 1}))
+    grammar = Grammar("json_schema", schema)
+    if form == "schema in a grammar":
+        options = json.dumps({**json.loads(schema), "x-guidance": JSON_OPTIONS})
+        grammar = Grammar("grammar", f"start: %json {options}")
+    constraint = compiler.make(grammar)
+    logits = np.zeros(size, np.float32)
+    try:
+        for token_id in tokenizer.encode('{"p1": "x",\n  "p3": "y"}'):
+            assert constraint.masked(logits)[token_id] == 0
+            constraint.advance(token_id)
+        assert constraint.masked(logits)[size - 1] == 0
+    finally:
+        compiler.close()
 
 
 def test_a_model_without_an_end_token_is_refused():
