@@ -814,7 +814,7 @@ def evaluate(
         typer.Argument(
             metavar="FILE",
             help="UTF-8 text file to evaluate on. '-' reads standard input. Leave it out with "
-            "--retrieval.",
+            "--retrieval. Default: none.",
         ),
     ] = None,
     model: ModelOption = DEMO_MODEL,
@@ -850,7 +850,7 @@ def evaluate(
             min=1,
             help="Score answers to generated questions about long texts instead of a text: COUNT "
             "for each of four tasks (one hidden number, one of several, a chain of variables, the "
-            "most frequent words). Shows the share of correct answers.",
+            "most frequent words). Shows the share of correct answers. Default: FILE is evaluated.",
         ),
     ] = None,
     arithmetic: Annotated[
