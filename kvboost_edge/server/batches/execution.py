@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, TypeVar
 
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.batches.answered_lines import RecordFile
@@ -22,6 +22,7 @@ _MAX_TRIES = 5
 _STOPPING = frozenset({"shutting_down", "engine_stopped", "no_replica"})
 
 Call = Callable[[str, dict[str, Any]], Awaitable[LineAnswer]]
+T = TypeVar("T")
 
 
 class LinesStopped(KVBoostError):
@@ -86,7 +87,7 @@ class LineRecords:
 
 
 async def run_lines(
-    lines: Iterator[tuple[BatchLine, dict[str, Any]]],
+    lines: Generator[tuple[BatchLine, dict[str, Any]], None, None],
     call: Call,
     records: LineRecords,
     at_once: Callable[[], int],
@@ -97,7 +98,7 @@ async def run_lines(
     If the caller is cancelled, the lines in flight are cancelled too and have no record.
 
     Args:
-        lines: lines with their bodies.
+        lines: lines with their bodies. They are closed at the end.
         call: function that sends a body to a route.
         records: files for the records.
         at_once: function that returns the number of lines to run now.
@@ -113,7 +114,7 @@ async def run_lines(
         while running or not exhausted:
             while not exhausted and len(running) < max(1, at_once()):
                 # The file is read in a thread, because a disk may be slow.
-                found = await asyncio.to_thread(next, lines, None)
+                found = await _whole(lambda: next(lines, None))
                 if found is None:
                     exhausted = True
                     break
@@ -131,6 +132,7 @@ async def run_lines(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        lines.close()
 
 
 async def _answered(call: Call, line: BatchLine, body: dict[str, Any]) -> LineAnswer:
@@ -145,11 +147,13 @@ async def _answered(call: Call, line: BatchLine, body: dict[str, Any]) -> LineAn
     return answer
 
 
-async def _whole(work: Callable[[], None]) -> None:
-    """Run `work` in a thread to its end, also if the caller is cancelled."""
+async def _whole(work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs in a thread to its end, also if the caller is
+    cancelled.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

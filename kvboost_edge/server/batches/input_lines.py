@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,7 +110,9 @@ def by_prefix(lines: list[BatchLine]) -> list[BatchLine]:
     return sorted(lines, key=lambda line: (line.url, line.prefix, line.number))
 
 
-def read_bodies(path: Path, lines: list[BatchLine]) -> Iterator[tuple[BatchLine, dict[str, Any]]]:
+def read_bodies(
+    path: Path, lines: list[BatchLine]
+) -> Generator[tuple[BatchLine, dict[str, Any]], None, None]:
     """Yield each line with the body of its request. Raises OSError."""
     with open(path, "rb") as file:
         for line in lines:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import random
+import threading
 
 import pytest
 from pydantic import TypeAdapter
@@ -11,7 +12,8 @@ from pydantic import TypeAdapter
 from helpers.server.batch_files import COMPLETIONS, batch_app, jsonl, line
 from helpers.server.live_servers import HeldForward
 from kvboost_edge.server.batches import service
-from kvboost_edge.server.batches.execution import LineRecords
+from kvboost_edge.server.batches.execution import LineRecords, LinesStopped, run_lines
+from kvboost_edge.server.batches.input_lines import BatchLine
 from kvboost_edge.server.batches.route_calls import LineCaller
 from kvboost_edge.server.batches.tenant_space import TenantSpace
 from kvboost_edge.server.response_types import (
@@ -514,6 +516,24 @@ async def test_a_batch_continues_after_a_full_disk(tiny_engine, tmp_path, monkey
         batch = await client.ended(created.json()["id"])
         assert batch["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
         assert set(await client.records(batch["output_file_id"])) == set("abcd")
+
+
+async def test_the_input_is_closed_when_the_lines_stop():
+    """An open input could not be deleted on Windows."""
+    closed = threading.Event()
+
+    def lines():
+        try:
+            yield BatchLine(1, "a", COMPLETIONS, 0, 2, b""), {}
+        finally:
+            closed.set()
+
+    async def call(url, body):
+        raise LinesStopped("the server stops")
+
+    with pytest.raises(LinesStopped) as stopped:
+        await run_lines(lines(), call, None, lambda: 1, lambda: None)
+    assert closed.is_set(), f"open until {stopped.value!r} is collected"
 
 
 @pytest.mark.usefixtures("soon")
