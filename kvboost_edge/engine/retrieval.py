@@ -15,11 +15,11 @@ are the same on every machine.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvboost_edge.errors import RequestError
@@ -31,10 +31,11 @@ __all__ = [
     "LONGEST_ANSWER",
     "MIN_CONTEXT",
     "TASKS",
+    "LongText",
     "Question",
     "TaskScore",
     "has_room",
-    "make_question",
+    "make_text",
     "score_answer",
     "score_task",
 ]
@@ -58,20 +59,25 @@ _WORDS = (
 
 
 class Question(NamedTuple):
-    """A text with a question, and the strings that the answer must contain.
+    """A question about a text, and the strings that the answer must contain."""
+
+    question: str
+    expected: tuple[str, ...]
+
+
+class LongText(NamedTuple):
+    """The content of a text, and questions about it.
 
     Attributes:
-        parts: sentences or words of the text, which filler may be inserted between.
+        parts: sentences of the text that filler is inserted between.
         filler: function that returns another piece of filler.
-        question: the question after the text.
-        expected: strings of the answer.
-        longest: maximum number of tokens of the answer.
+        questions: the questions about the text.
+        longest: maximum number of tokens of an answer.
     """
 
     parts: list[str]
     filler: Callable[[], str]
-    question: str
-    expected: tuple[str, ...]
+    questions: tuple[Question, ...]
     longest: int
 
 
@@ -79,40 +85,46 @@ def _number(rng: random.Random) -> str:
     return str(rng.randrange(100_000, 1_000_000))
 
 
-def _needle(rng: random.Random, keys: int) -> Question:
+def _needle(rng: random.Random, keys: int) -> LongText:
     names = rng.sample(_WORDS, keys)
     numbers = [_number(rng) for _ in names]
     parts = [
         f"The magic number of the {name} is {number}."
         for name, number in zip(names, numbers, strict=True)
     ]
-    asked = rng.randrange(keys)
-    question = (
-        f"What is the magic number of the {names[asked]} in the text above? Answer with the number."
+    questions = tuple(
+        Question(
+            f"What is the magic number of the {name} in the text above? Answer with the number.",
+            (number,),
+        )
+        for name, number in zip(names, numbers, strict=True)
     )
-    return Question(parts, lambda: rng.choice(_FILLER), question, (numbers[asked],), 16)
+    return LongText(parts, lambda: rng.choice(_FILLER), questions, 16)
 
 
-def _variables(rng: random.Random) -> Question:
+def _variables(rng: random.Random) -> LongText:
     letters = "ABCDEFGHJKLMNPQRSTUVWXYZ"
     names = ["".join(rng.sample(letters, 5)) for _ in range(8)]
     values = [_number(rng) for _ in range(2)]
+    chains = (names[:4], names[4:])
     parts = []
-    for chain, value in zip((names[:4], names[4:]), values, strict=True):
+    for chain, value in zip(chains, values, strict=True):
         parts.append(f"VAR {chain[0]} = {value}.")
-        parts += [f"VAR {name} = VAR {before}." for before, name in pairwise(chain)]
+        parts += [f"VAR {name} = VAR {before}." for before, name in itertools.pairwise(chain)]
     order = sorted(range(8), key=lambda at: (at % 4, at // 4))  # both chains, link by link
-    question = (
-        f"Which variables in the text above have the value {values[0]}, directly or through other "
-        "variables? List their names."
-    )
     shuffled = [parts[at] for at in order]
-    return Question(
-        shuffled, lambda: rng.choice(_FILLER), question, tuple(names[:4]), LONGEST_ANSWER
+    questions = tuple(
+        Question(
+            f"Which variables in the text above have the value {value}, directly or through other "
+            "variables? List their names.",
+            tuple(chain),
+        )
+        for chain, value in zip(chains, values, strict=True)
     )
+    return LongText(shuffled, lambda: rng.choice(_FILLER), questions, LONGEST_ANSWER)
 
 
-def _common_words(rng: random.Random) -> Question:
+def _common_words(rng: random.Random) -> LongText:
     words = rng.sample(_WORDS, len(_WORDS))
     common = words[:3]
 
@@ -120,24 +132,24 @@ def _common_words(rng: random.Random) -> Question:
         return rng.choice(common) if rng.random() < 0.4 else rng.choice(words[3:])
 
     question = "Which three words are the most frequent in the list above? List the three words."
-    return Question([], filler, question, tuple(common), 24)
+    return LongText([], filler, (Question(question, tuple(common)),), 24)
 
 
-TASKS: Mapping[str, Callable[[random.Random], Question]] = {
+TASKS: Mapping[str, Callable[[random.Random], LongText]] = {
     "needle": lambda rng: _needle(rng, 1),
     "multi_key": lambda rng: _needle(rng, 8),
     "variables": _variables,
     "common_words": _common_words,
 }
-"""Functions that make a question, by task."""
+"""Functions that make the content of a text, by task."""
 LONGEST_ANSWER = 48
 """Maximum number of tokens of an answer, in any task."""
 MIN_CONTEXT = 256
 """Number of tokens below which a question of some task does not fit with usual tokenizers."""
 
 
-def make_question(task: str, seed: int, num_pieces: int) -> tuple[str, Question]:
-    """Return a long text and the question about it.
+def make_text(task: str, seed: int, num_pieces: int) -> tuple[str, LongText]:
+    """Return a long text and its content.
 
     Args:
         task: a key of `TASKS`.
@@ -145,12 +157,12 @@ def make_question(task: str, seed: int, num_pieces: int) -> tuple[str, Question]
         num_pieces: pieces of filler in the text.
     """
     rng = random.Random(f"{task} {seed}")
-    question = TASKS[task](rng)
-    pieces = [question.filler() for _ in range(num_pieces)]
-    places = sorted(rng.randrange(num_pieces + 1) for _ in question.parts)
-    for place, part in reversed(list(zip(places, question.parts, strict=True))):
+    content = TASKS[task](rng)
+    pieces = [content.filler() for _ in range(num_pieces)]
+    places = sorted(rng.randrange(num_pieces + 1) for _ in content.parts)
+    for place, part in reversed(list(zip(places, content.parts, strict=True))):
         pieces.insert(place, part)
-    return " ".join(pieces), question
+    return " ".join(pieces), content
 
 
 def score_answer(answer: str, expected: Sequence[str]) -> float:
@@ -171,7 +183,8 @@ class TaskScore:
         questions: number of questions.
         tokens: median number of tokens of the prompts.
         score: mean score of the answers, 0 to 1.
-        seconds: median time of an answer.
+        seconds: median time of the first answer about each text. Prefix caching makes the others
+            faster.
     """
 
     task: str
@@ -191,6 +204,8 @@ def score_task(
 ) -> TaskScore:
     """Answer questions of a task and score the answers. The questions depend on no option.
 
+    Asks all questions about a text one after another, so that they share its KV cache.
+
     Args:
         task: a key of `TASKS`.
         count: number of questions.
@@ -207,16 +222,17 @@ def score_task(
         raise RequestError(
             f"context={context} must be at most {longest}, the model's context; lower it"
         )
-    scores, lengths, times = [], [], []
-    for seed in range(count):
-        ids, question = _prompt(engine, task, seed, context)
+    scores: list[float] = []
+    lengths, times = [], []
+    for asked in itertools.islice(_questions(engine, task, context), count):
         started = time.perf_counter()
-        result = engine.generate(ids, max_new_tokens=question.longest, temperature=0.0)
-        times.append(time.perf_counter() - started)
-        scores.append(score_answer(result.output_text, question.expected))
-        lengths.append(len(ids))
+        result = engine.generate(asked.ids, max_new_tokens=asked.longest, temperature=0.0)
+        if asked.is_first:
+            times.append(time.perf_counter() - started)
+        scores.append(score_answer(result.output_text, asked.expected))
+        lengths.append(len(asked.ids))
         if progress is not None:
-            progress(seed + 1)
+            progress(len(scores))
     return TaskScore(
         task,
         count,
@@ -227,30 +243,50 @@ def score_task(
 
 
 def has_room(engine: CPUPagedEngine, task: str, context: int) -> bool:
-    """Return whether the first question of a task fits in `context` tokens with its answer."""
+    """Return whether the first questions of a task fit in `context` tokens with their answers."""
     try:
-        _prompt(engine, task, 0, context)
+        _prompts(engine, task, 0, context)
     except _TooSmallError:
         return False
     return True
 
 
-def _prompt(
-    engine: CPUPagedEngine, task: str, seed: int, context: int
-) -> tuple[list[int], Question]:
-    """Return a chat prompt of about `context` tokens, never more, and its question."""
+class _Prompt(NamedTuple):
+    """A prompt with a question, and whether it is the first one about its text."""
+
+    ids: list[int]
+    expected: tuple[str, ...]
+    longest: int
+    is_first: bool
+
+
+def _questions(engine: CPUPagedEngine, task: str, context: int) -> Iterator[_Prompt]:
+    """Yield the questions of a task, text by text, without end."""
+    for seed in itertools.count():
+        yield from _prompts(engine, task, seed, context)
+
+
+def _prompts(engine: CPUPagedEngine, task: str, seed: int, context: int) -> list[_Prompt]:
+    """Return a chat prompt of about `context` tokens, never more, for each question of a text."""
     encode = engine.tokenizer.encode
-    sample, question = make_question(task, seed, _SAMPLE)
-    room = context - question.longest - len(encode(" ".join(question.parts)))
+    sample, content = make_text(task, seed, _SAMPLE)
+    room = context - content.longest - len(encode(" ".join(content.parts)))
     pieces = int(room * _SAMPLE / len(encode(sample)))
     while pieces > 0:
-        text, question = make_question(task, seed, pieces)
-        messages = [{"role": "user", "content": f"{text}\n\n{question.question}"}]
-        ids = engine.tokenizer.encode_chat(messages, variables={"enable_thinking": False})
-        if len(ids) <= context - question.longest:
-            return ids, question
+        text, content = make_text(task, seed, pieces)
+        prompts = [
+            _Prompt(_encode(engine, text, question), question.expected, content.longest, index == 0)
+            for index, question in enumerate(content.questions)
+        ]
+        if all(len(prompt.ids) <= context - prompt.longest for prompt in prompts):
+            return prompts
         pieces -= max(1, pieces // 100)
     raise _TooSmallError(
         f"a context of {context} tokens is too small for a question of the task {task}; give a "
         "larger one"
     )
+
+
+def _encode(engine: CPUPagedEngine, text: str, question: Question) -> list[int]:
+    messages = [{"role": "user", "content": f"{text}\n\n{question.question}"}]
+    return engine.tokenizer.encode_chat(messages, variables={"enable_thinking": False})

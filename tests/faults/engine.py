@@ -337,8 +337,8 @@ FAULTS = (
     fault(
         "retrieval questions exceed the context",
         "engine/retrieval.py",
-        "if len(ids) <= context - question.longest:",
-        "if len(ids) <= context + question.longest:",
+        "len(prompt.ids) <= context - prompt.longest for",
+        "len(prompt.ids) <= context + prompt.longest for",
         "tests/engine/test_retrieval.py",
     ),
 )
