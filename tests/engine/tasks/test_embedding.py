@@ -2,6 +2,7 @@
 schedule.
 """
 
+import functools
 import json
 import logging
 import shutil
@@ -51,12 +52,15 @@ def engine(model):
         yield engine
 
 
+@functools.cache
+def reference_model():
+    return build_tiny_model("qwen3").model
+
+
 def states_of(ids):
     """Return transformers' states after the last norm, float32 [num_tokens, hidden]."""
     with torch.inference_mode():
-        return (
-            build_tiny_model("qwen3").model(torch.tensor([list(ids)])).last_hidden_state[0].numpy()
-        )
+        return reference_model()(torch.tensor([list(ids)])).last_hidden_state[0].numpy()
 
 
 def unit(vector):
