@@ -270,37 +270,9 @@ def test_a_schema_cannot_relax_its_own_validation(engine):
 
 
 KEYWORDS = st.sampled_from(
-    [
-        "type",
-        "enum",
-        "const",
-        "anyOf",
-        "oneOf",
-        "allOf",
-        "items",
-        "prefixItems",
-        "properties",
-        "required",
-        "minItems",
-        "maxItems",
-        "minLength",
-        "maxLength",
-        "pattern",
-        "format",
-        "minimum",
-        "maximum",
-        "multipleOf",
-        "$ref",
-        "$defs",
-        "patternProperties",
-        "additionalProperties",
-        "minProperties",
-        "maxProperties",
-        "not",
-        "if",
-        "x-guidance",
-        "odd",
-    ]
+    """type enum const anyOf oneOf allOf items prefixItems properties required minItems maxItems minLength maxLength
+    pattern format minimum maximum multipleOf $ref $defs patternProperties additionalProperties minProperties
+    maxProperties not if x-guidance odd""".split()
 )
 VALUES = st.recursive(
     st.none()
@@ -308,19 +280,7 @@ VALUES = st.recursive(
     | st.integers(-(10**12), 10**12)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.sampled_from(
-        [
-            "string",
-            "object",
-            "array",
-            "integer",
-            "null",
-            "#",
-            "#/$defs/a",
-            "^a+$",
-            "(",
-            "date-time",
-            "",
-        ]
+        [*"string object array integer null # #/$defs/a ^a+$ ( date-time".split(), ""]
     )
     | st.text(max_size=6),
     lambda inner: (
@@ -332,40 +292,12 @@ VALUES = st.recursive(
 SCHEMAS = st.dictionaries(KEYWORDS, VALUES, max_size=5)
 PIECES = st.sampled_from(
     [
-        "a",
-        "b",
-        ".",
-        "(",
-        ")",
-        "[a-c]",
-        "[^",
-        "]",
-        "|",
-        "*",
-        "+",
-        "?",
-        "{0,1000}",
-        "{3}",
-        "\\d",
-        "\\p{L}",
-        "\\b",
-        "ä",
-        "^",
-        "$",
-        "(?i)",
-        "\\",
+        *"ab.()]|*+?ä^$\\\nx ~&",
+        *r'[a-c] [^ {0,1000} {3} \d \p{L} \b (?i) "y" /z/ ::='.split(),
         "start: ",
-        "\n",
         "x: ",
-        "x",
-        '"y"',
-        "/z/",
-        " ",
-        "~",
-        "&",
-        "%json {}",
-        "::=",
         "root ",
+        "%json {}",
     ]
 )
 

@@ -83,19 +83,7 @@ def trace(crash, tmp_path_factory):
     return (directory / "trace").read_text().split()
 
 
-NAMED = (
-    "open",
-    "allocate",
-    "write",
-    "truncate",
-    "sync",
-    "replace",
-    "sync_directory",
-    "unlink",
-    "forget",
-    "close",
-    "lock",
-)
+NAMED = "open allocate write truncate sync replace sync_directory unlink forget close lock".split()
 
 
 @pytest.mark.parametrize("fault", ["ends_before", "ends_within"])

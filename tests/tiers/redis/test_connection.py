@@ -209,76 +209,30 @@ def certificates(tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("certificates")
 
-    def make(*arguments):
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+    def openssl(command):
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
     for ca in ("ca", "stranger"):
-        make(
-            "req",
-            "-x509",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-keyout",
-            f"{ca}.key",
-            "-out",
-            f"{ca}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={ca}",
-            "-addext",
-            "keyUsage=critical,keyCertSign",
+        openssl(
+            f"req -x509 -newkey rsa:2048 -nodes -keyout {ca}.key -out {ca}.pem -days 2 "
+            f"-subj /CN={ca} -addext keyUsage=critical,keyCertSign"
         )
     for name, host in (("server", "localhost"), ("other", "elsewhere.example")):
-        make(
-            "req",
-            "-newkey",
-            "rsa:2048",
-            "-nodes",
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.csr",
-            "-subj",
-            f"/CN={name}",
-        )
+        openssl(f"req -newkey rsa:2048 -nodes -keyout {name}.key -out {name}.csr -subj /CN={name}")
         (folder / "ext").write_text(f"subjectAltName=DNS:{host}\nauthorityKeyIdentifier=keyid\n")
-        make(
-            "x509",
-            "-req",
-            "-in",
-            f"{name}.csr",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-days",
-            "2",
-            "-out",
-            f"{name}.pem",
-            "-extfile",
-            "ext",
+        openssl(
+            f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
+            f"-out {name}.pem -extfile ext"
         )
     return folder
 
 
 def tls(folder, name):
-    return [
-        "--port",
-        "0",
-        "--tls-port",
-        "PORT",
-        "--tls-cert-file",
-        f"{folder}/{name}.pem",
-        "--tls-key-file",
-        f"{folder}/{name}.key",
-        "--tls-ca-cert-file",
-        f"{folder}/ca.pem",
-        "--tls-auth-clients",
-        "no",
-    ]
+    options = (
+        "--port 0 --tls-port PORT --tls-cert-file {0}/{1}.pem --tls-key-file {0}/{1}.key "
+        "--tls-ca-cert-file {0}/ca.pem --tls-auth-clients no"
+    )
+    return [option.format(folder, name) for option in options.split()]
 
 
 def test_tls_is_verified(certificates, caplog):
