@@ -2,13 +2,11 @@
 preemptions do not change it.
 """
 
-import contextlib
 import dataclasses
 import json
 import re
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
@@ -404,23 +402,6 @@ def test_invalid_constraints_are_refused_by_name(engine, options, match):
     assert engine.paged_stats()["used_blocks"] == 0
 
 
-def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
-    schema = {"type": "integer"}
-    for _ in range(300):
-        schema = {"type": "array", "items": schema}
-    with pytest.raises(RequestError, match="nested more than 120 levels deep"):
-        engine.generate("x", json_schema=schema)
-    with pytest.raises(RequestError, match=r"nested more than 120 levels deep|is not valid JSON"):
-        engine.generate(
-            "x",
-            json_schema=json.dumps({"type": "array"})[:-1]
-            + ', "items": '
-            + "[" * 900
-            + "]" * 900
-            + "}",
-        )
-
-
 def test_a_recursive_schema_ends_at_the_token_limit(engine):
     schema = {
         "$ref": "#/$defs/n",
@@ -429,38 +410,6 @@ def test_a_recursive_schema_ends_at_the_token_limit(engine):
     result = engine.generate(prompt(2), max_new_tokens=50, temperature=0, json_schema=schema)
     assert result.finish_reason == "length"
     assert set(result.output_text) <= set("[ \n\t\r")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"regex": "(a|aa)*" * 40 + "b"},
-        {"regex": "((a{0,60}){0,60}){0,60}"},
-        {"json_schema": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"}},
-        {
-            "json_schema": {
-                "anyOf": [
-                    {"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(400)
-                ]
-            }
-        },
-    ],
-    ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
-)
-def test_a_hostile_grammar_does_not_block_the_engine(engine, options):
-    """The request is refused, answered, or ends with an error of its own. Other requests continue."""
-    began = time.monotonic()
-    try:
-        handle = engine.submit(prompt(3), max_new_tokens=30, temperature=1.0, seed=1, **options)
-    except RequestError:
-        pass
-    else:
-        other = engine.submit(prompt(4), max_new_tokens=5, temperature=0)
-        assert other.result(20).generated_tokens == 5
-        with contextlib.suppress(KVBoostError):  # an error of its own
-            handle.result(20)
-    assert time.monotonic() - began < 20
-    assert engine.is_alive()
 
 
 def test_a_missing_package_is_named_in_the_error(engine, monkeypatch):
