@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.gbnf import is_gbnf
-from kvboost_edge.engine.grammar.gbnf_lexemes import LarkGrammar, lark_of_gbnf
+from kvboost_edge.engine.grammar.gbnf_lexemes import lark_of_gbnf
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
 from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
 from kvboost_edge.engine.request.requested_grammar import (
@@ -142,9 +142,8 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> GrammarConstraint:
         from llguidance import LLMatcher
 
-        is_slow = _is_slow(grammar)
-        limits = _limits_of(grammar, is_slow=is_slow)
-        matcher = LLMatcher(tokenizer, _compiler_text(grammar), log_level=0, limits=limits)
+        text, limits, is_slow = _prepared(grammar)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refusal(grammar, matcher.get_error())
         try:
@@ -274,12 +273,8 @@ def _json_text(value: Any) -> str:
 def _takes(grammar: Grammar, text: bytes) -> bool:
     from llguidance import LLMatcher, LLTokenizer
 
-    matcher = LLMatcher(
-        LLTokenizer("byte"),
-        _compiler_text(grammar),
-        log_level=0,
-        limits=_limits_of(grammar, is_slow=_is_slow(grammar)),
-    )
+    made, limits, _ = _prepared(grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), made, log_level=0, limits=limits)
     if matcher.is_error():
         raise _refusal(grammar, matcher.get_error())
     return matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
@@ -288,10 +283,9 @@ def _takes(grammar: Grammar, text: bytes) -> bool:
 def _check_text(grammar: Grammar) -> None:
     from llguidance import LLMatcher
 
-    text = _compiler_text(grammar)
+    text, limits, _ = _prepared(grammar)
     # A Lark grammar may name tokens of the vocabulary.
-    if grammar.kind != "grammar" or _as_lark(grammar) is not None:
-        limits = _limits_of(grammar, is_slow=_is_slow(grammar))
+    if grammar.kind != "grammar" or _is_gbnf(grammar):
         refusal = LLMatcher.validate_grammar(text, None, limits=limits)
         if refusal:
             raise _refusal(grammar, refusal)
@@ -310,8 +304,39 @@ def _refusal(grammar: Grammar, problem: str) -> RequestError:
     return RequestError(f"{grammar.kind} is not supported: {line}")
 
 
+def _prepared(grammar: Grammar) -> tuple[str, LLParserLimits, bool]:
+    """Prepare a grammar for llguidance.
+
+    Returns:
+        The grammar in llguidance's format, the limits of the compiler and the parser, and whether
+        masks may be too slow for the engine thread.
+
+    Raises:
+        RequestError: The grammar is invalid.
+    """
+    from llguidance import LLParserLimits
+
+    if _is_gbnf(grammar):
+        lark = lark_of_gbnf(grammar.text)
+        grammar = grammar._replace(text=lark.text)
+        is_slow = lark.is_slow
+        items = _SLOW_LIMITS if is_slow else _GBNF_LIMITS
+    else:
+        is_slow = _has_many_optional(grammar)
+        items = _OPTIONAL_LIMITS if is_slow else {}
+    # Large grammars for many tools need more fuel for their first steps.
+    more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
+    fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
+    return _compiler_text(grammar), LLParserLimits(**{**_LIMITS, **fuel, **items}), is_slow
+
+
+def _is_gbnf(grammar: Grammar) -> bool:
+    is_made = isinstance(grammar.text, MadeGrammar)
+    return grammar.kind == "grammar" and not is_made and is_gbnf(grammar.text)
+
+
 def _compiler_text(grammar: Grammar) -> str:
-    """Convert a grammar to llguidance's format.
+    """Convert a schema, a regex, choices or a Lark grammar to llguidance's format.
 
     Raises:
         RequestError: The grammar is invalid.
@@ -326,24 +351,10 @@ def _compiler_text(grammar: Grammar) -> str:
         if grammar.kind == "choice":
             return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))
         if grammar.kind == "grammar":
-            lark = _as_lark(grammar)
-            return LLMatcher.grammar_from_lark(grammar.text if lark is None else lark.text)
+            return LLMatcher.grammar_from_lark(grammar.text)
         return LLMatcher.grammar_from_regex(grammar.text)
     except ValueError as error:
         raise RequestError(f"{grammar.kind} is not valid: {first_line(str(error))}") from None
-
-
-def _as_lark(grammar: Grammar) -> LarkGrammar | None:
-    """Convert a GBNF grammar to Lark. For another grammar, return None."""
-    if grammar.kind != "grammar" or isinstance(grammar.text, MadeGrammar):
-        return None
-    return lark_of_gbnf(grammar.text) if is_gbnf(grammar.text) else None
-
-
-def _is_slow(grammar: Grammar) -> bool:
-    """Return whether masks of the grammar may be too slow for the engine thread."""
-    lark = _as_lark(grammar)
-    return _has_many_optional(grammar) if lark is None else lark.is_slow
 
 
 def _has_many_optional(grammar: Grammar) -> bool:
@@ -419,17 +430,3 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 
 
 _STACK_SIZE = threading.Lock()  # threading.stack_size applies to every thread started
-
-
-def _limits_of(grammar: Grammar, *, is_slow: bool) -> LLParserLimits:
-    """Return the limits of the compiler and the parser for a grammar."""
-    # Large grammars for many tools need more fuel for their first steps.
-    from llguidance import LLParserLimits
-
-    more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
-    fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
-    if _as_lark(grammar) is None:
-        items = _OPTIONAL_LIMITS if is_slow else {}
-    else:
-        items = _SLOW_LIMITS if is_slow else _GBNF_LIMITS
-    return LLParserLimits(**{**_LIMITS, **fuel, **items})

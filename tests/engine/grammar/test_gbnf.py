@@ -320,7 +320,7 @@ def test_the_syntax_means_the_same_as_in_llama_cpp(grammar, accepted, refused):
     ],
 )
 def test_invalid_grammars_are_refused_with_the_reason(grammar, problem):
-    with pytest.raises(RequestError, match=f"^grammar is not valid: .*{problem}"):
+    with pytest.raises(RequestError, match=f"^grammar is not valid: (?!grammar).*{problem}"):
         check_grammar(Grammar("grammar", grammar))
 
 
