@@ -18,7 +18,7 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER
 from kvboost_edge.engine.request.words import NO_WORDS, RequestWords
-from kvboost_edge.engine.samplers.chain import make_chain
+from kvboost_edge.engine.samplers.chain import SamplerChain, make_chain
 from kvboost_edge.engine.samplers.numbers import largest_places, uniform
 from kvboost_edge.engine.samplers.repetition import make_bad_words, make_dry
 from kvboost_edge.errors import RequestError
@@ -28,6 +28,7 @@ __all__ = ["Sampler", "make_sampler", "sampling_distribution", "token_logprobs",
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 Step = Callable[[Numbers, Sequence[int], int], None]
+Adjustment = Callable[[Floats, Sequence[int], int], Floats]  # without changing the array
 
 
 class Sampler(Protocol):
@@ -75,13 +76,7 @@ def make_sampler(
         stop_ids: token ids that end the output. They are not drawn before `min_tokens`.
         words: the request's bad words and sequence breakers in tokens.
     """
-    penalties = _make_penalties(params, words)
-    in_chain = params.samples and params.samplers is not None and not params.mirostat
-    adjust = _make_adjust(params, {} if in_chain else penalties, suppressed, stop_ids, words)
-    chain = None
-    if params.samples:
-        adjusts = penalties if in_chain else {}
-        chain = make_chain(params, seed, adjusts, stop_ids=stop_ids, texts=words.texts)
+    adjust, chain = _make_steps(params, seed, suppressed, stop_ids, words)
 
     def most_likely(
         logits: Floats, token_ids: Sequence[int], num_prompt: int, largest: int | None = None
@@ -125,14 +120,10 @@ def sampling_distribution(
     For greedy sampling, return the softmax of the unmodified logits. Mirostat's distribution is
     that of the first token.
     """
-    penalties = _make_penalties(params, words)
-    in_chain = params.samples and params.samplers is not None and not params.mirostat
-    adjust = _make_adjust(params, {} if in_chain else penalties, stop_ids=stop_ids, words=words)
+    adjust, chain = _make_steps(params, seed, (), stop_ids, words)
     adjusted = adjust(logits, token_ids, num_prompt)
     if not params.samples:
         return _softmax(adjusted.astype(np.float64))
-    adjusts = penalties if in_chain else {}
-    chain = make_chain(params, seed, adjusts, stop_ids=stop_ids, texts=words.texts)
     ids, probs = (
         _filtered(adjusted, params) if chain is None else chain(adjusted, token_ids, num_prompt)
     )
@@ -168,6 +159,23 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
         else ()
     )
     return TokenLogprobs(token_id, float(wide[token_id] - log_norm), top)
+
+
+def _make_steps(
+    params: SamplingParams,
+    seed: int,
+    suppressed: Sequence[int],
+    stop_ids: Collection[int],
+    words: RequestWords,
+) -> tuple[Adjustment, SamplerChain | None]:
+    """Return the function of `_make_adjust`, and the chain of samplers if the request has one."""
+    penalties = _make_penalties(params, words)
+    in_chain = params.samples and params.samplers is not None and not params.mirostat
+    before, inside = ({}, penalties) if in_chain else (penalties, {})
+    adjust = _make_adjust(params, before, suppressed, stop_ids, words)
+    if not params.samples:
+        return adjust, None
+    return adjust, make_chain(params, seed, inside, stop_ids=stop_ids, texts=words.texts)
 
 
 def _make_penalties(params: SamplingParams, words: RequestWords) -> dict[str, Step]:
@@ -217,10 +225,10 @@ def _occurrence_penalties(params: SamplingParams) -> Step | None:
 def _make_adjust(
     params: SamplingParams,
     penalties: dict[str, Step],
-    suppressed: Sequence[int] = (),
-    stop_ids: Collection[int] = (),
-    words: RequestWords = NO_WORDS,
-) -> Callable[[Floats, Sequence[int], int], Floats]:
+    suppressed: Sequence[int],
+    stop_ids: Collection[int],
+    words: RequestWords,
+) -> Adjustment:
     """Return a function that applies penalties and bias to logits and masks forbidden tokens.
 
     The function returns the input array itself if nothing changes, otherwise a copy.
