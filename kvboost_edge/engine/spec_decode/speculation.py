@@ -304,13 +304,14 @@ class Speculation(DraftPlanner):
     def _propose(self, sequence: Sequence, most: int, costs: StepCosts) -> DraftProposal | None:
         """Return the tokens that the grammar forces, or else the most promising proposal.
 
-        Proposals of prompt lookup are cut before the first token that the grammar forbids.
+        Forced tokens that are fewer than the request's minimum are not proposed. Proposals of
+        prompt lookup are cut before the first token that the grammar forbids.
 
         Args:
             most: Maximum number of draft tokens.
             costs: Costs of adding draft tokens to the step.
         """
-        forced = sequence.grammar.forced()[:most]
+        forced = _long_enough(sequence.request, sequence.grammar.forced()[:most])
         if forced:
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
         drafts = _drafts_of(sequence)

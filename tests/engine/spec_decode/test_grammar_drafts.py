@@ -146,6 +146,19 @@ def test_lookup_drafts_nothing_that_the_grammar_forbids(monkeypatch, is_cheap):
         assert math.ceil(max(means, default=0)) == most
 
 
+def test_forced_tokens_below_the_minimum_leave_room_for_other_drafts():
+    """Prompt lookup proposes the tokens that the grammar forces, and one more."""
+    grammar = Grammar("regex", r"(abcd[ef]){4,9}")
+    expected, _ = answers(PLAIN.bench(), grammar)
+    bench = PLAIN.bench()
+    bench.scheduler.speculation.prompt_lookup = lambda request: Repeated("abcde")
+    terms = {"max_draft_tokens": 5, "min_draft_tokens": 5, "always_drafts": True}
+    found, results = answers(bench, grammar, **terms)
+    assert found == expected
+    assert all(list(one.drafts) == ["lookup"] for one in results)
+    assert sum(one.drafts["lookup"].num_drafts for one in results) > 25
+
+
 class Recorded(PromptLookup):
     """Prompt lookup that records its proposals."""
 
