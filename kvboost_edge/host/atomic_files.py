@@ -26,6 +26,7 @@ __all__ = [
     "finish_file",
     "is_abandoned",
     "is_open",
+    "new_file",
     "open_unfinished",
     "replace_file",
     "synced_meanwhile",
@@ -66,6 +67,23 @@ def is_abandoned(directory: Path) -> bool:
     with alone_in(directory):
         paths = list(directory.glob(f"{_PREFIX}*"))
         return bool(paths) and all(_is_unused(path) is True for path in paths)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that becomes `path` after the body, and is removed if the body fails.
+
+    Raises OSError.
+    """
+    file = open_unfinished(path.parent)
+    try:
+        with file:
+            yield file
+            finish_file(file, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise
 
 
 def finish_file(file: IO[bytes], path: Path) -> None:

@@ -17,7 +17,6 @@ user.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -31,7 +30,7 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken
 
-from kvboost_edge.host.atomic_files import finish_file, open_unfinished
+from kvboost_edge.host.atomic_files import new_file
 from kvboost_edge.host.file_memo import NO_CACHE, cache_directory
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -155,17 +154,10 @@ def _keep(path: Path, key: str, tokenizer: Tokenizer) -> None:
     rest = len(text).to_bytes(4, "little") + text + merges.tobytes()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = open_unfinished(path.parent)
-        try:
-            with file:
-                file.write(
-                    _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(rest).digest() + rest
-                )
-                finish_file(file, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
+        with new_file(path) as file:
+            file.write(
+                _MAGIC + _VERSION.to_bytes(4, "little") + hashlib.sha256(rest).digest() + rest
+            )
     except OSError as error:
         _LOG.warning(
             "the tokenizer cannot be cached in %s (%s), so every start rebuilds it",

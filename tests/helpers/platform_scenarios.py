@@ -151,20 +151,20 @@ def packed_weights_in_use_are_not_deleted(home: Path) -> None:
 
 @scenario
 def equal_weights_that_are_mapped_meanwhile_are_taken(home: Path) -> None:
-    from kvboost_edge.models.packed import weight_file as packed
+    from kvboost_edge.host import atomic_files
 
     with pytest_patches() as patch:
-        finish, held = packed.finish_file, list[Any]()
+        finish, held = atomic_files.finish_file, list[Any]()
 
         def finish_second(file: Any, path: Path) -> None:
             """Imitate another process that finishes first and maps its file."""
             data = Path(file.name).read_bytes()
-            if sys.platform == "win32" and not held:
+            if sys.platform == "win32" and path.suffix == ".kvpack" and not held:
                 path.write_bytes(data)
                 held.append(open(path, "rb"))  # noqa: SIM115
             finish(file, path)
 
-        patch.setattr(packed, "finish_file", finish_second)
+        patch.setattr(atomic_files, "finish_file", finish_second)
         patch.setenv("KVBOOST_EDGE_CACHE", str(home / "meanwhile"))
         from kvboost_edge import CPUPagedEngine
 

@@ -14,6 +14,7 @@ from kvboost_edge.host import atomic_files
 from kvboost_edge.host.atomic_files import (
     finish_file,
     is_abandoned,
+    new_file,
     open_unfinished,
     replace_file,
     synced_meanwhile,
@@ -45,6 +46,28 @@ def test_a_file_gets_its_name_when_complete(tmp_path):
     again.write(b"more")
     finish_file(again, tmp_path / "done")
     assert (tmp_path / "done").read_bytes() == b"more"
+
+
+@pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("part", ["body", "sync"])
+def test_a_failed_file_leaves_the_old_one(tmp_path, monkeypatch, failure, part):
+    def refuse(*_):
+        raise failure
+
+    with new_file(tmp_path / "done") as file:
+        file.write(b"first")
+    monkeypatch.setattr(os, "fsync", refuse if part == "sync" else lambda _: None)
+
+    def write():
+        with new_file(tmp_path / "done") as file:
+            file.write(b"second")
+            if part == "body":
+                refuse()
+
+    with pytest.raises(failure):
+        write()
+    assert _names(tmp_path) == ["done"]
+    assert (tmp_path / "done").read_bytes() == b"first"
 
 
 def test_files_of_live_writers_are_not_removed(tmp_path):

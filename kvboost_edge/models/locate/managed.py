@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.host.atomic_files import alone_in, finish_file, open_unfinished
+from kvboost_edge.host.atomic_files import alone_in, new_file
 from kvboost_edge.host.file_memo import cache_directory
 
 __all__ = ["ManagedModel", "ModelStore", "managed_models"]
@@ -124,9 +124,9 @@ class ModelStore:
                     f"the record of {model.name!r} would have {len(text)} bytes, more than "
                     f"{_MAX_RECORD_BYTES}; shorten its system message, template or licence"
                 )
-            file = open_unfinished(self.made("records"))
-            file.write(text)
-            finish_file(file, path)
+            self.made("records")
+            with new_file(path) as file:
+                file.write(text)
             if before is not None:
                 self._drop_unused(before.folder)
             self._drop_forgotten()

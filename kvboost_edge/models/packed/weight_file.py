@@ -20,7 +20,6 @@ import errno
 import json
 import logging
 import mmap
-import os
 import shutil
 import sys
 import threading
@@ -34,7 +33,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvboost_edge.errors import CapacityError, ModelFormatError
-from kvboost_edge.host.atomic_files import finish_file, open_unfinished, synced_meanwhile
+from kvboost_edge.host.atomic_files import new_file, synced_meanwhile
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_digest import digest_in_parts
 from kvboost_edge.host.file_lock import hold_open
@@ -273,16 +272,9 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
     free = free_bytes(path.parent)
     if free < size:
         raise OSError(f"only {free / 1e6:.1f} MB are free")
-    file = open_unfinished(path.parent)
-    try:
-        with file:
-            _write(file, job, path)
-            own = FileStamp.of_open(file, path)
-            finish_file(file, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
+    with new_file(path) as file:
+        _write(file, job, path)
+        own = FileStamp.of_open(file, path)
     return _take(path, own, job, cache_dir)
 
 

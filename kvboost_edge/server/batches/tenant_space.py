@@ -21,7 +21,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from kvboost_edge.host.atomic_files import finish_file, open_unfinished, replace_file
+from kvboost_edge.host.atomic_files import (
+    finish_file,
+    new_file,
+    open_unfinished,
+    replace_file,
+)
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.api_objects import (
     BATCH_ID,
@@ -442,9 +447,8 @@ class TenantSpace:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    file = open_unfinished(path.parent)
-    file.write(json.dumps(value).encode())
-    finish_file(file, path)
+    with new_file(path) as file:
+        file.write(json.dumps(value).encode())
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The store of pulled models: shared files, links, damaged records, and limits."""
 
+import errno
 import json
 import os
 import time
@@ -104,6 +105,18 @@ def test_the_number_of_models_is_limited(store, monkeypatch):
     put(store, "b")
     with pytest.raises(ConfigError, match="2 models are stored, which is the limit"):
         put(store, "c")
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(store, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    before = put(store, "a")
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(ModelFormatError, match=r"cannot be changed: the disk is full"):
+        put(store, "b")
+    assert store.models() == [before]
+    assert len(list((store.root / "records").iterdir())) == 1
 
 
 def test_unfinished_pulls_are_removed_after_a_week(store):

@@ -17,6 +17,7 @@ from helpers.models.packed_files import content, load, only_file
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.host import atomic_files
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
@@ -296,14 +297,14 @@ def test_a_file_packed_by_another_process_is_verified(model_dir, tmp_path, monke
     """
     good = content(load(model_dir, tmp_path / "good"))
     data = bytearray(only_file(tmp_path / "good").read_bytes())
-    finish = packed_file.finish_file
+    finish = atomic_files.finish_file
 
     def finish_and_lose(file, path):
         finish(file, path)
         path.unlink()
         path.write_bytes(data)
 
-    monkeypatch.setattr(packed_file, "finish_file", finish_and_lose)
+    monkeypatch.setattr(atomic_files, "finish_file", finish_and_lose)
     assert content(load(model_dir, tmp_path / "sound")) == good
     data[-100] ^= 1
     with pytest.raises(ModelFormatError, match="replaced by another process"):

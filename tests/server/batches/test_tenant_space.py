@@ -2,6 +2,7 @@
 paths.
 """
 
+import errno
 import json
 import os
 
@@ -120,6 +121,21 @@ def test_an_aborted_upload_leaves_nothing(opened, tmp_path):
     assert space.num_bytes == 0
     assert paths(tmp_path) == before
     assert len(opened().files()) == 0
+
+
+def test_a_batch_that_cannot_be_written_keeps_its_last_state(opened, tmp_path, monkeypatch):
+    def refuse(handle):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    space = opened()
+    batch = new_batch(space, put(space))
+    before = paths(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse)
+    batch.status = "in_progress"
+    with pytest.raises(OSError, match="the disk is full"):
+        space.save(batch)
+    assert paths(tmp_path) == before
+    assert opened().batch(batch.id).status != "in_progress"
 
 
 def test_number_and_size_of_files_are_limited(opened):
