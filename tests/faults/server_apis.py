@@ -416,7 +416,7 @@ _COMPAT_APIS = (
     ),
     fault(
         "tokenizes messages without the default system message",
-        "server/api/chat_requests.py",
+        "server/api/prompt_encoding.py",
         (
             "    body = with_defaults(state, body)\n"
             "    generates = body.add_generation_prompt is not False\n"

@@ -6,13 +6,12 @@ import dataclasses
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
-from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.checks import (
     check_logprobs,
     max_length,
@@ -20,14 +19,17 @@ from kvboost_edge.server.api.checks import (
     room_for,
 )
 from kvboost_edge.server.api.logprobs import OffsetCounter, chat_logprobs
-from kvboost_edge.server.api.prompt_encoding import encode_plain, estimate_messages, size_of
+from kvboost_edge.server.api.prompt_encoding import (
+    encode_asked,
+    encode_plain,
+    estimate_messages,
+    size_of,
+    with_defaults,
+)
 from kvboost_edge.server.api.reasoning_budget import reasoning_options
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
-from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.turns import template_inputs, turn_of
-from kvboost_edge.server.cache_report.normalization import NormalizedRequest, normalize_request
-from kvboost_edge.server.cache_report.recent_requests import PromptInputs
+from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.response_types import (
     ChatLogprobs,
     ChatResponseChoice,
@@ -40,14 +42,7 @@ from kvboost_edge.text.token_texts import TokenTexts
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.answer_reader import TurnReader
 
-__all__ = [
-    "RenderedChat",
-    "encode_asked",
-    "encode_prompt",
-    "prompt_only",
-    "ranges_to_drop",
-    "render_prompt",
-]
+__all__ = ["RenderedChat", "ranges_to_drop"]
 
 # If old turns are dropped and the answer has no limit, or one that may exceed the context, it gets
 # an eighth of the context.
@@ -87,16 +82,6 @@ def ranges_to_drop(
         for goal in range(least, most, step)
     ]
     return [range(head, end) for end in dict.fromkeys([*found, ends[-1]])]
-
-
-def with_defaults(state: ModelState, body: ChatRequest) -> ChatRequest:
-    """Return the request with the model's system message and parameters, where it has none."""
-    defaults = state.defaults
-    missing = defaults.missing_in(body)
-    if defaults.system and not any(one.role in ("system", "developer") for one in body.messages):
-        system = ChatMessage(role="system", content=defaults.system)
-        missing["messages"] = [system, *body.messages]
-    return body.model_copy(update=missing) if missing else body
 
 
 class RenderedChat(RenderedRequest):
@@ -244,110 +229,6 @@ def _counted_around(tokenizer: Tokenizer) -> int:
         (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2
         - 1,
     )
-
-
-def encode_asked(
-    state: ModelState,
-    answers: KeptAnswers,
-    messages: Sequence[ChatMessage],
-    body: ChatRequest,
-    add_generation_prompt: bool,
-    *,
-    continues: bool = False,
-) -> tuple[list[int], PromptInputs]:
-    """Normalize a request's messages, tools and template variables, and tokenize them.
-
-    Takes long for long messages, so run it in a worker thread.
-
-    Returns:
-        The token ids, and a description of the normalized inputs for cache-miss reports.
-    """
-    asked = _normalized(state, answers, messages, body)
-    ids = encode_plain(
-        state.engine.tokenizer,
-        asked.messages,
-        asked.variables,
-        add_generation_prompt,
-        tools=asked.tools,
-        continue_final=continues,
-        find_answer=answers.find,
-    )
-    return ids, asked.described
-
-
-def _normalized(
-    state: ModelState, answers: KeptAnswers, messages: Sequence[ChatMessage], body: ChatRequest
-) -> NormalizedRequest:
-    plain = [message.for_template() for message in messages]
-    return normalize_request(
-        state.normalizer,
-        state.engine.tokenizer,
-        answers,
-        plain,
-        body.tools,
-        body.template_variables,
-    )
-
-
-class PromptFields(Protocol):
-    """Fields of a body whose messages are only tokenized or rendered."""
-
-    tools: list[dict[str, Any]] | None
-    chat_template_kwargs: dict[str, Any] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
-
-
-def prompt_only(messages: list[ChatMessage], fields: PromptFields) -> ChatRequest:
-    """Return the chat request with these messages and fields, to encode or render its prompt.
-
-    An assistant's message with tool calls may be the last one. It is not continued.
-
-    Raises:
-        ApiError: continue_final_message is true, but the last message cannot be continued (400).
-    """
-    continues = fields.continue_final_message
-    if continues is None and messages[-1].tool_calls:
-        continues = False
-    chat = ChatRequest.model_construct(
-        messages=messages,
-        tools=fields.tools,
-        chat_template_kwargs=fields.chat_template_kwargs,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=continues,
-    )
-    chat.check_together()
-    return chat
-
-
-def encode_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) -> list[int]:
-    """Return the token ids of a chat request's prompt. Takes long for long prompts."""
-    body = with_defaults(state, body)
-    generates = body.add_generation_prompt is not False
-    ids, _ = encode_asked(state, answers, body.messages, body, generates, continues=body.continues)
-    return ids
-
-
-def render_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) -> str:
-    """Return the text of a chat request's prompt.
-
-    Raises:
-        ApiError: the template rejects the messages (400).
-    """
-    body = with_defaults(state, body)
-    asked = _normalized(state, answers, body.messages, body)
-    tokenizer = state.engine.tokenizer
-    messages, tools = template_inputs(tokenizer, asked.messages, asked.tools, answers.find)
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            body.add_generation_prompt is not False,
-            asked.variables,
-            tools,
-            continue_final=body.continues,
-        )
-    except RequestError as error:
-        raise bad_field("messages", str(error)) from error
 
 
 class ChatChoice:

@@ -8,14 +8,13 @@ from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat_requests import encode_prompt
 from kvboost_edge.server.api.checks import respond_when_loaded
 from kvboost_edge.server.api.compat.anthropic.messages import RenderedMessages
 from kvboost_edge.server.api.compat.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import translated
 from kvboost_edge.server.api.compat.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import respond
-from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
+from kvboost_edge.server.api.prompt_encoding import encode_prompt, estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState

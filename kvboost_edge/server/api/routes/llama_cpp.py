@@ -15,7 +15,6 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
-from kvboost_edge.server.api.chat_requests import prompt_only, render_prompt
 from kvboost_edge.server.api.checks import ModelParam, loaded_model, looked_up, respond_when_loaded
 from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
@@ -31,7 +30,12 @@ from kvboost_edge.server.api.compat.llama_cpp.translate import (
 from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter, default_settings
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
-from kvboost_edge.server.api.prompt_encoding import estimate_messages, size_of
+from kvboost_edge.server.api.prompt_encoding import (
+    estimate_messages,
+    prompt_only,
+    render_prompt,
+    size_of,
+)
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.session_saving import keep_session, missing_session

@@ -9,12 +9,13 @@ from starlette.types import Send
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.chat_requests import encode_prompt, prompt_only
 from kvboost_edge.server.api.checks import respond_when_loaded, served_model
 from kvboost_edge.server.api.prompt_encoding import (
+    encode_prompt,
     encode_text,
     estimate_messages,
     estimate_tokens,
+    prompt_only,
     size_of,
 )
 from kvboost_edge.server.api.schemas.strict import bad_field

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.server.api.chat_requests import RenderedChat, encode_asked
+from kvboost_edge.server.api.chat_requests import RenderedChat
 from kvboost_edge.server.api.checks import max_length
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
+from kvboost_edge.server.api.prompt_encoding import encode_asked
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.state import ModelState
