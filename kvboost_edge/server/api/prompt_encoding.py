@@ -241,22 +241,15 @@ def render_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) ->
 
 def encode_prefix(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
     """Return the first token ids of prompts that begin with this text or these messages."""
-    tokenizer = state.engine.tokenizer
-    if body.messages is not None:
-        plain = [message.for_template() for message in body.messages]
-        asked = normalize_request(
-            state.normalizer, tokenizer, answers, plain, body.tools, body.chat_template_kwargs
-        )
-        whole = bool(body.add_generation_prompt)
-        return encode_plain(
-            tokenizer,
-            asked.messages,
-            asked.variables,
-            whole,
-            tools=asked.tools,
-            find_answer=answers.find,
-        )
-    return encode_text(tokenizer, body.text or "", True, "text")
+    if body.messages is None:
+        return encode_text(state.engine.tokenizer, body.text or "", True, "text")
+    chat = ChatRequest.model_construct(
+        messages=body.messages,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=bool(body.add_generation_prompt),
+    )
+    return encode_prompt(state, chat, answers)
 
 
 def estimate_prefix(body: UnpinRequest) -> int:

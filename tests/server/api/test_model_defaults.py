@@ -163,6 +163,31 @@ async def test_a_final_message_with_tool_calls_is_tokenized_but_not_continued(ap
             assert "message" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("path", "fields"), [("/v1/warm", {}), ("/v1/sessions", {"name": "mine"})])
+async def test_warmed_and_saved_messages_begin_with_the_system_message(
+    app, speaker, submitted, path, fields
+):
+    """A chat with the same messages finds their blocks."""
+    prefix = await app.post(path, json={"messages": ASK, **fields})
+    whole = await app.post(path, json={"messages": ASK, "add_generation_prompt": True, **fields})
+    chat = await app.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5})
+    assert [answer.status_code for answer in (prefix, whole, chat)] == [200] * 3
+    begun, full, prompt = (text for text, _ in submitted)
+    assert prompt == full
+    assert prompt.startswith(begun)
+    assert DEFAULTS.system in begun
+
+
+async def test_unpinned_messages_begin_with_the_system_message(app, speaker, spoken_engine):
+    system = {"role": "system", "content": DEFAULTS.system}
+    pinned = await app.post("/v1/warm", json={"messages": [system, *ASK], "pin": True})
+    assert pinned.status_code == 200, pinned.text
+    assert spoken_engine.paged_stats()["pinned_blocks"] > 0
+    unpinned = await app.post("/v1/unpin", json={"messages": ASK})
+    assert unpinned.json()["blocks_unpinned"] > 0
+    assert spoken_engine.paged_stats()["pinned_blocks"] == 0
+
+
 async def test_cached_prefixes_begin_with_the_system_message(app, speaker, spoken_engine):
     """A cache breakpoint also counts the tokens of the default system message."""
     text = {"type": "text", "text": "x" * 64, "cache_control": {"type": "ephemeral"}}
