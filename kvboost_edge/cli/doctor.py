@@ -44,7 +44,6 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import plan_label
 from kvboost_edge.models.weights.weight_source import WeightSummary
 from kvboost_edge.runners.choice import RUNNERS, plan_of
-from kvboost_edge.runners.native.select_native import WIDE_KEYS
 
 __all__ = ["doctor_report", "run_doctor"]
 
@@ -214,11 +213,10 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
     """Return whether chunk_kv_reuse mode would be accepted, as far as known before loading."""
     if found["runner"] not in RUNNERS:
         return "no: no runner supports this model"
-    refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
+    plan = plan_of(found["runner"])
+    refusal = plan.moved_keys_refusal(config, checkpoint.config, found["backend"])
     if config.prefill == "sparse":
         refusal = SPARSE_PREFILL
-    elif refusal is None and config.arithmetic == "wide":
-        refusal = WIDE_KEYS
     if refusal is not None:
         return f"no: {refusal}"
     if config.reuse_gate == "off":

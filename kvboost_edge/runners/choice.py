@@ -54,7 +54,9 @@ class RunnerPlan(Protocol):
         """Return "needs ..." if a package must be installed to load this model, or None."""
         ...
 
-    def moved_keys_refusal(self, model_config: Mapping[str, Any], backend: str) -> str | None:
+    def moved_keys_refusal(
+        self, config: EngineConfig, model_config: Mapping[str, Any], backend: str
+    ) -> str | None:
         """Return `Runner.moved_keys_refusal` for a backend, as far as the config shows."""
         ...
 

@@ -53,10 +53,7 @@ from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.recurrent_layers import accepted_rows, pass_states
 from kvboost_edge.runners.native.select_native import (
-    LATE_NORM,
-    RECURRENT,
-    STORES_NOTHING,
-    WIDE_KEYS,
+    keys_refusal,
     log_dtype,
     log_notices,
     native_kv_spec,
@@ -250,19 +247,8 @@ class NativeRunner:
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        if self._spec.both_ways:
-            return STORES_NOTHING
-        if self._spec.mixer is not None:
-            return RECURRENT
-        if self._spec.family.late_norm:
-            return LATE_NORM
-        if self.info.splits_passes:
-            return WIDE_KEYS
-        # Attention can read queries before RoPE only if the pass is one kernel call.
-        if self._whole is not None:
-            return None
-        name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
-        return f"the native runner on {name} cannot use keys at other positions; use backend='cpu'"
+        backend = "" if self._backend is None else self._backend.name
+        return keys_refusal(self._spec, backend, is_wide=self.info.splits_passes)
 
     @property
     def copied_bytes(self) -> int:

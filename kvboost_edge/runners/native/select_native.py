@@ -22,12 +22,10 @@ if TYPE_CHECKING:  # this import loads kernels
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
-    "LATE_NORM",
     "RECURRENT",
-    "STORES_NOTHING",
-    "WIDE_KEYS",
     "WORKS_WITH",
     "choose_weights",
+    "keys_refusal",
     "log_dtype",
     "log_notices",
     "missing_package",
@@ -46,20 +44,13 @@ AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = (
     "compiled CPU kernels for the native runner; device='cuda' or 'mps' would use the torch runner"
 )
-LATE_NORM = (
-    "this family norms queries and keys after RoPE, so stored keys cannot be moved to other "
-    "positions"
-)
-"""Reason why keys of these families cannot be reused at other positions."""
 RECURRENT = (
     "recurrent: layers of this model keep a state of all earlier tokens, so cached text cannot be "
     "reused at other positions"
 )
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
-STORES_NOTHING = "the model is bidirectional and stores no KV"
-WIDE_KEYS = "with arithmetic='wide', keys are not reused at other positions; use arithmetic='exact'"
-"""Reason why `EngineConfig.arithmetic` excludes such reuse."""
+_STORES_NOTHING = "the model is bidirectional and stores no KV"
 # Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
 # compiler.
 _GROUP = 32
@@ -96,22 +87,39 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+def moved_keys_refusal(
+    config: EngineConfig, model_config: Mapping[str, Any], backend: str
+) -> str | None:
     """Return why keys cannot be reused at other positions, or None if they can."""
-    # Attention can rotate queries again only if the pass is one kernel call, which keeps queries
-    # before RoPE.
-    spec = describe_model(model_config)
+    return keys_refusal(describe_model(model_config), backend, is_wide=config.arithmetic == "wide")
+
+
+def keys_refusal(spec: ModelSpec, backend: str, *, is_wide: bool) -> str | None:
+    """Return why keys cannot be reused at other positions, or None if they can.
+
+    Args:
+        spec: the model.
+        backend: name of the backend, or "" for none.
+        is_wide: whether shared KV is computed in wide arithmetic.
+    """
     if spec.both_ways:
-        return STORES_NOTHING
+        return _STORES_NOTHING
     if spec.mixer is not None:
         return RECURRENT
-    if backend != AUTO_BACKEND:
-        return (
-            f"the native runner on backend {backend!r} cannot use keys at other positions; use "
-            "backend='cpu'"
-        )
     if spec.family.late_norm:
-        return LATE_NORM
+        return (
+            "this family norms queries and keys after RoPE, so stored keys cannot be moved to "
+            "other positions"
+        )
+    if is_wide:
+        return (
+            "with arithmetic='wide', keys are not reused at other positions; use arithmetic='exact'"
+        )
+    # Attention can rotate queries again only if the pass is one kernel call, which keeps queries
+    # before RoPE.
+    if backend != AUTO_BACKEND:
+        name = f"backend {backend!r}" if backend else "no backend"
+        return f"the native runner on {name} cannot use keys at other positions; use backend='cpu'"
     width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
     if width:
         return (
@@ -179,7 +187,7 @@ def _check_wide(config: EngineConfig, spec: ModelSpec) -> None:
     """
     reason = ""
     if spec.both_ways:
-        reason = STORES_NOTHING
+        reason = _STORES_NOTHING
     elif spec.mixer is not None:
         reason = "layers of this model keep a recurrent state"
     elif config.weights in _OF_DTYPE.values() or config.dtype in _OF_DTYPE:
@@ -201,7 +209,9 @@ def native_kv_spec(
     """
     if spec.both_ways:
         if bits != _UNQUANTIZED:
-            raise ConfigError(f"kv_cache_bits={bits} has no effect: {STORES_NOTHING}; leave it out")
+            raise ConfigError(
+                f"kv_cache_bits={bits} has no effect: {_STORES_NOTHING}; leave it out"
+            )
         return KVSpec((), block_size, "float32")
     given = {layer.kv for layer in spec.layers if not layer.owns_kv}
     layers = tuple(

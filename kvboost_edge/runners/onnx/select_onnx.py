@@ -38,7 +38,9 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     return ""
 
 
-def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+def moved_keys_refusal(
+    config: EngineConfig, model_config: Mapping[str, Any], backend: str
+) -> str | None:
     """Return that keys cannot be moved, because the graph applies RoPE before they are readable."""
     return MOVED_KEYS_REFUSAL
 

@@ -92,7 +92,9 @@ def _quant_method(model_config: Mapping[str, Any]) -> str:
     return str((model_config.get("quantization_config") or {}).get("quant_method"))
 
 
-def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
+def moved_keys_refusal(
+    config: EngineConfig, model_config: Mapping[str, Any], backend: str
+) -> str | None:
     """Return why keys cannot be reused at other positions, or None if no reason is visible."""
     # Interleaved RoPE and learned positions are only visible in a loaded model.
     others = sorted(rope_types(model_config) - {"default"})

@@ -15,6 +15,7 @@ from helpers.runners.paged_driver import PagedDriver
 from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.base import PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.select_native import RECURRENT, moved_keys_refusal
@@ -220,5 +221,6 @@ def test_moved_keys_are_refused_with_the_reason(runners):
     runner = runners("lfm2")
     drive(runner)
     assert runner.moved_keys_refusal == RECURRENT
-    assert moved_keys_refusal(build_tiny_model("lfm2").config.to_dict(), "cpu") == RECURRENT
+    config = build_tiny_model("lfm2").config.to_dict()
+    assert moved_keys_refusal(EngineConfig(), config, "cpu") == RECURRENT
     assert "recurrent" in RECURRENT
