@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.engine.spec_decode.draft_model import DraftRows, Floats
 from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.engine.spec_decode.mtp_head import MtpHead
@@ -27,17 +26,10 @@ class Assistant(MtpHead):
     has_kv = False
 
     def trial(self, *, is_short: bool) -> None:
-        layout = BatchLayout(
-            cu_seqlens_q=np.array([0, 1], np.int32),
-            seq_lens=np.array([1], np.int32),
-            block_tables=np.zeros((1, 1), np.int32),
-            slot_mapping=np.zeros(1, np.int64),
-        )
-        self._backend.prepare(layout)  # opens the block in a quantized pool
-        zero = np.zeros(1, np.int64)
-        reading = dataclasses.replace(layout, stores=False)
-        batch = ForwardBatch(zero, zero, reading, logit_rows=zero, is_short=is_short)
-        super()._forward(batch, [])
+        batch = self._trial_batch(is_short)
+        self._backend.prepare(batch.layout)  # opens the block in a quantized pool
+        reading = dataclasses.replace(batch.layout, stores=False)
+        super()._forward(dataclasses.replace(batch, layout=reading), [])
         self._backend.release_blocks([0])
 
     def can_draft(

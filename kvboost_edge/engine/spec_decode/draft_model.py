@@ -125,6 +125,10 @@ class DraftModel:
         Args:
             is_short: see `forward`.
         """
+        self._forward(self._trial_batch(is_short), [])
+
+    def _trial_batch(self, is_short: bool) -> ForwardBatch:
+        """Return a batch of one token in block 0."""
         layout = BatchLayout(
             cu_seqlens_q=np.array([0, 1], np.int32),
             seq_lens=np.array([1], np.int32),
@@ -132,7 +136,7 @@ class DraftModel:
             slot_mapping=np.zeros(1, np.int64),
         )
         zero = np.zeros(1, np.int64)
-        self._forward(ForwardBatch(zero, zero, layout, logit_rows=zero, is_short=is_short), [])
+        return ForwardBatch(zero, zero, layout, logit_rows=zero, is_short=is_short)
 
     def new_hidden_states(self) -> HiddenStates | None:
         """Return the hidden states of a new sequence, or None if drafts do not need them."""
