@@ -54,66 +54,10 @@ from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.shareable import shareable_end
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["CPUPagedEngine", "TellsResidency"]
+__all__ = ["CPUPagedEngine"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_NEW_TOKENS = option_of(SamplingParams, "max_new_tokens").default
-
-
-class TellsResidency:
-    """Cache figures and prefix hashes that may be shared with other processes.
-
-    They contain no tokens.
-    """
-
-    _core: EngineCore
-    _parts: EngineParts
-
-    @property
-    def cache_root(self) -> bytes:
-        """Root of the prefix hashes of prompts without tenant and salt.
-
-        `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
-        with equal roots have the same model and KV format.
-        """
-        return self._parts.root
-
-    def take_cache_events(self, whole: bool = False) -> CacheEvents:
-        """Return the prefix hashes that entered and left the pool since the last call.
-
-        Snapshots of recurrent state are reported by their `state_hash`. Only one caller may use
-        this method, because each call consumes the events. Recording starts with the first call.
-
-        Args:
-            whole: list all current hashes instead of changes. The first call always does, and so
-                does a call after more changes than there are blocks.
-        """
-        with self._core.reading():
-            return self._parts.manager.events.take(whole)
-
-    def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
-        """Return the prefix hashes that entered and left each offload tier since the last call.
-
-        Hashes of stored recurrent state and of a draft model's KV are included. The engine does not
-        query devices or servers, so hashes that left a tier may be reported late. Only one caller
-        may use this method, because each call consumes the events. Recording starts with the first
-        call.
-
-        Args:
-            whole: list all current hashes instead of changes.
-
-        Returns:
-            The events by tier name.
-        """
-        self._core.check_open()
-        return {
-            name: CacheEvents(*held) for name, held in self._core.tiering.take_held(whole).items()
-        }
-
-    def cache_stats(self) -> dict[str, float]:
-        """Return hits, misses and sizes of the cache, keyed as in `stats.cache_stats`."""
-        with self._core.reading():
-            return stats.cache_stats(self._parts, self._core.tiering)
 
 
 # Can be called again to build another engine over the same model.
@@ -135,7 +79,7 @@ _OWN_MEMORY: dict[str, Any] = {
 }
 
 
-class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
+class CPUPagedEngine(Embeds, KVBoostViews):
     """A language model with a paged KV cache that requests share.
 
     Create an engine with `from_pretrained`, or from a loaded transformers model and its tokenizer.
@@ -282,6 +226,15 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             self._parts.runner.info.weight_region,
             Region(0, 0) if drafter is None else drafter.runner.info.weight_region,
         )
+
+    @property
+    def cache_root(self) -> bytes:
+        """Root of the prefix hashes of prompts without tenant and salt.
+
+        `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
+        with equal roots have the same model and KV format.
+        """
+        return self._parts.root
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -664,6 +617,11 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
                 self._core.num_waiting(),
             )
 
+    def cache_stats(self) -> dict[str, float]:
+        """Return hits, misses and sizes of the cache, keyed as in `stats.cache_stats`."""
+        with self._core.reading():
+            return stats.cache_stats(self._parts, self._core.tiering)
+
     def block_map(self) -> list[int]:
         """Return the status of each block as a number.
 
@@ -679,6 +637,38 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """
         with self._core.reading():
             return stats.block_details(self._parts, self._scheduler, limit)
+
+    def take_cache_events(self, whole: bool = False) -> CacheEvents:
+        """Return the prefix hashes that entered and left the pool since the last call.
+
+        Snapshots of recurrent state are reported by their `state_hash`. Only one caller may use
+        this method, because each call consumes the events. Recording starts with the first call.
+
+        Args:
+            whole: list all current hashes instead of changes. The first call always does, and so
+                does a call after more changes than there are blocks.
+        """
+        with self._core.reading():
+            return self._parts.manager.events.take(whole)
+
+    def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
+        """Return the prefix hashes that entered and left each offload tier since the last call.
+
+        Hashes of stored recurrent state and of a draft model's KV are included. The engine does not
+        query devices or servers, so hashes that left a tier may be reported late. Only one caller
+        may use this method, because each call consumes the events. Recording starts with the first
+        call.
+
+        Args:
+            whole: list all current hashes instead of changes.
+
+        Returns:
+            The events by tier name.
+        """
+        self._core.check_open()
+        return {
+            name: CacheEvents(*held) for name, held in self._core.tiering.take_held(whole).items()
+        }
 
     def num_running(self) -> int:
         """Return the number of requests that hold blocks.
