@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["InlineSealer", "Sealer"]
+__all__ = ["Sealer"]
 
 _LOG = logging.getLogger(__name__)
 Job = Callable[[], None]
@@ -56,10 +56,3 @@ class Sealer:
                 job()
             except Exception:
                 _LOG.exception("a segment of the disk tier cannot be sealed")
-
-
-class InlineSealer(Sealer):
-    """Sealer that runs each job synchronously, for tests that count system calls."""
-
-    def start(self, job: Job) -> None:
-        job()

@@ -9,8 +9,8 @@ import pytest
 from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT
 from helpers.engine.hand_io_thread import DictTier
+from helpers.tiers.disk_cases import InlineSealer
 from kvboost_edge.tiers import io_thread as io_thread_module
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(100))  # six full blocks and four tokens

@@ -23,11 +23,10 @@ from hypothesis.stateful import (
 )
 
 from helpers.engine.model_kinds import ModelKind
-from helpers.tiers.disk_cases import chain, scratch
+from helpers.tiers.disk_cases import InlineSealer, chain, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, fails, moves_half, powers_off
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.tiers.disk import tier as module
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE = bytes(32)

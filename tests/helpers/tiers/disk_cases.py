@@ -16,7 +16,7 @@ from typing import Any
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk import tier as module
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
+from kvboost_edge.tiers.disk.segment_sealing import Job, Sealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 SPACE = bytes(range(32))
@@ -25,6 +25,13 @@ PAYLOAD_BYTES = 4000  # not a multiple of 64
 TOKENS = 16
 RECORD_BYTES = 256 + 4032
 CAP = 2 << 20
+
+
+class InlineSealer(Sealer):
+    """Sealer that runs each job synchronously, so that the order of system calls is fixed."""
+
+    def start(self, job: Job) -> None:
+        job()
 
 
 def chain(length: int, seed: int = 0, parent: bytes = bytes(32)) -> list[BlockAddress]:

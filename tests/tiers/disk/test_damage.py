@@ -13,6 +13,7 @@ from helpers.tiers.disk_cases import (
     PAYLOAD_BYTES,
     RECORD_BYTES,
     SPACE,
+    InlineSealer,
     chain,
     has_all,
     hashes_of,
@@ -26,7 +27,6 @@ from helpers.tiers.disk_cases import (
 )
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers.disk import tier as stores
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 BLOCKS = chain(40)

@@ -17,6 +17,7 @@ from helpers.tiers.disk_cases import (
     CAP,
     OTHER_SPACE,
     SPACE,
+    InlineSealer,
     chain,
     has_all,
     opened,
@@ -28,7 +29,6 @@ from helpers.tiers.disk_cases import (
 )
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.tiers import io_thread as io_threads
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 pytestmark = pytest.mark.skipif(

@@ -10,10 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from helpers.tiers.disk_cases import CAP, SPACE, chain, hashes_of, payload, scratch
+from helpers.tiers.disk_cases import CAP, SPACE, InlineSealer, chain, hashes_of, payload, scratch
 from helpers.tiers.disk_faults import FaultyFiles, PowerOff, powers_off
 from kvboost_edge.tiers.disk import tier as module
-from kvboost_edge.tiers.disk.segment_sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 CHAINS = [chain(12, seed) for seed in range(6)]
