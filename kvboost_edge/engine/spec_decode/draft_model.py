@@ -84,7 +84,6 @@ class DraftModel:
         source: name of the source of its drafts.
         has_kv: False for an assistant, which attends to the KV of the engine's model.
         block_size: tokens per block.
-        num_computed_tokens: number of tokens computed since the start, drafts included.
     """
 
     source = "draft_model"
@@ -97,7 +96,6 @@ class DraftModel:
         if parts.has_kv:
             self._drafted.copy_kv = parts.backend.copy_blocks
         self.block_size = manager.block_size
-        self.num_computed_tokens = 0
 
     @property
     def max_context(self) -> int:
@@ -267,9 +265,7 @@ class DraftModel:
             is_short=is_short,
             is_abandoned=is_abandoned,
         )
-        logits = self._forward(batch, rows)
-        self.num_computed_tokens += len(tokens)
-        return logits
+        return self._forward(batch, rows)
 
     def _first_block(self, rows: DraftRows) -> int:
         """Return the index of the first block of a table that rows attend to."""

@@ -197,7 +197,6 @@ def test_answers_and_published_kv_equal_those_without_the_assistant(pair, bits):
     speculation = bench.scheduler.speculation
     assert speculation._models.is_on
     assert speculation.counts["mtp"].num_drafts > 20
-    assert speculation._models.model.num_computed_tokens > 40
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (8, 4)], ids=str)
