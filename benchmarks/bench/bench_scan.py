@@ -45,8 +45,7 @@ class Scans:
         heads = STATE_BYTES // (4 * key_dim * dim)
         rng = np.random.default_rng(0)
         self._pool = StatePool([LayerStateSpec(0, 0, heads, key_dim, dim)] * layers, 1)
-        for layer in range(layers):
-            self._pool.matrices(0, layer)[:] = 0
+        self._pool.write_slots([0], np.zeros((1, self._pool.slot_bytes), np.uint8))
         keys = heads * tokens * key_dim
         arrays: dict[int, npt.NDArray[Any]] = {
             number: rng.uniform(-1, 1, count).astype(np.float32)

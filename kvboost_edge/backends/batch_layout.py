@@ -1,4 +1,4 @@
-"""Checks of batch layouts and block ids, shared by all backends. Does not import Numba."""
+"""Checks of batch layouts, shared by all backends. Does not import Numba."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
+from kvboost_edge.backends.block_bytes import check_block
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.segments import Longs, Segment, entry_positions, has_delta, is_last
 
-__all__ = ["check_block", "check_layout", "refuse_deltas"]
+__all__ = ["check_layout", "refuse_deltas"]
 
 # Tables with at most this many entries are checked as lists, which takes 4 us plus 0.03 us per
 # entry. NumPy takes 9 us for any size.
@@ -292,9 +293,3 @@ def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
             f"but its keys cannot have been computed at position {computed[at]}; a delta must be "
             "at most the first position of its segment"
         )
-
-
-def check_block(block_id: int, num_blocks: int) -> None:
-    """Raise ConfigError unless the block id is in the pool."""
-    if not 0 <= block_id < num_blocks:
-        raise ConfigError(f"block id {block_id} must be in the pool's 0..{num_blocks - 1}")

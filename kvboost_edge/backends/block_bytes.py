@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.batch_layout import check_block
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["as_rows", "check_block_ids", "check_content", "gather", "scatter"]
+__all__ = ["as_rows", "check_block", "check_block_ids", "check_content", "gather", "scatter"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -24,22 +23,29 @@ def as_rows(array: npt.NDArray[np.generic]) -> Bytes:
     return array.reshape(len(array), -1).view(np.uint8)
 
 
+def check_block(block_id: int, num_blocks: int) -> None:
+    """Raise ConfigError unless the block id is in the pool."""
+    if not 0 <= block_id < num_blocks:
+        raise ConfigError(f"block id {block_id} must be in the pool's 0..{num_blocks - 1}")
+
+
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
     """Raise ConfigError unless all block ids are in the pool."""
     for block_id in block_ids:
         check_block(block_id, num_blocks)
 
 
-def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -> None:
-    """Raise ConfigError unless `data` has the size of these blocks and their ids are distinct."""
-    expected = (len(block_ids), bytes_per_block)
+def check_content(
+    ids: Sequence[int], data: Bytes, bytes_per_item: int, item: str = "block"
+) -> None:
+    """Raise ConfigError unless `data` has the size of these items and their ids are distinct."""
+    expected = (len(ids), bytes_per_item)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
-            f"{len(block_ids)} blocks need uint8 data of shape {expected}; got {data.dtype} "
-            f"{data.shape}"
+            f"{len(ids)} {item}s need uint8 data of shape {expected}; got {data.dtype} {data.shape}"
         )
-    if len(set(block_ids)) != len(block_ids):
-        raise ConfigError(f"blocks {list(block_ids)} contain duplicates; list each block only once")
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"{item}s {list(ids)} contain duplicates; list each {item} only once")
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:

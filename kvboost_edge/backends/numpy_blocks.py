@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, KVSpec, LayerKVSpec
-from kvboost_edge.backends.batch_layout import check_block
 from kvboost_edge.backends.block_bytes import (
     as_rows,
+    check_block,
     check_block_ids,
     check_content,
     gather,

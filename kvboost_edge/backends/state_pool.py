@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.backends.block_bytes import check_content
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.memory import Region
 
@@ -90,11 +91,9 @@ class StatePool:
         self.num_slots = num_slots
         self.num_draft_rows = num_draft_rows
         sizes = [spec.nbytes for spec in self.specs]
-        rows = [spec.draft_bytes for spec in self.specs]
         self.slot_bytes = sum(sizes)
-        self.draft_row_bytes = sum(rows)
+        self.draft_row_bytes = sum(spec.draft_bytes for spec in self.specs)
         self._offsets = [sum(sizes[:layer]) for layer in range(len(sizes))]
-        self._draft_offsets = [sum(rows[:layer]) for layer in range(len(rows))]
         slots_end = num_slots * self.slot_bytes
         num_bytes = slots_end + num_draft_rows * self.draft_row_bytes
         try:
@@ -134,42 +133,10 @@ class StatePool:
         """
         return self._offsets[layer]
 
-    def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of a layer's conv state, float32 [taps, channels]."""
-        spec = self.specs[layer]
-        start = self._offsets[layer]
-        floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(
-            np.float32
-        )
-        return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
-
-    def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of a layer's matrices, float32 [heads, tiles, key_dim, 16]."""
-        spec = self.specs[layer]
-        start = self._offsets[layer]
-        floats: npt.NDArray[np.float32] = self._row(slot)[
-            start + spec.tail_bytes : start + spec.nbytes
-        ].view(np.float32)
-        shape = (spec.heads, -(-spec.value_dim // 16), spec.key_dim, 16)
-        return floats[: int(np.prod(shape))].reshape(shape)
-
     @property
     def drafts_address(self) -> int:
         """Address of the first draft row."""
         return int(self._slots.ctypes.data) + self._slots.nbytes
-
-    def draft_offset(self, layer: int) -> int:
-        """Return the offset of a layer's part in a draft row. `layer` counts as in `offset`."""
-        return self._draft_offsets[layer]
-
-    def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
-        """Return a view of a layer's part of a draft row, float32 [channels + gates]."""
-        spec = self.specs[layer]
-        start = self._draft_offsets[layer]
-        floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(
-            np.float32
-        )
-        return floats[: spec.channels + spec.gates]
 
     def read_slots(self, slots: Sequence[int]) -> Bytes:
         """Copy slots to bytes, uint8 [len(slots), slot_bytes]."""
@@ -184,14 +151,7 @@ class StatePool:
                 repeated.
         """
         self._check(slots)
-        expected = (len(slots), self.slot_bytes)
-        if data.dtype != np.uint8 or data.shape != expected:
-            raise ConfigError(
-                f"{len(slots)} slots need uint8 data of shape {expected}; got "
-                f"{data.dtype} {data.shape}"
-            )
-        if len(set(slots)) != len(slots):
-            raise ConfigError(f"slots {list(slots)} contain duplicates; list each slot only once")
+        check_content(slots, data, self.slot_bytes, "slot")
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
@@ -214,11 +174,6 @@ class StatePool:
         self.num_slots = 0
         self._drafts = np.empty((0, self.draft_row_bytes), dtype=np.uint8)
         self.num_draft_rows = 0
-
-    def _row(self, slot: int) -> Bytes:
-        self._check([slot])
-        row: Bytes = self._slots[slot]
-        return row
 
     def _check(self, slots: Sequence[int]) -> None:
         for slot in slots:

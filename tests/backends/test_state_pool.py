@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from helpers.backends.state_views import draft, matrices, tail
 from helpers.raising import assert_raises
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec, LayerStateSpec, PassStates
 from kvboost_edge.backends.batch_layout import check_layout
@@ -43,12 +44,12 @@ def test_draft_rows_follow_the_slots():
     pool = StatePool(SPEC.states, 3, 2)
     assert pool.nbytes == 3 * SPEC.bytes_per_state + 2 * SPEC.bytes_per_draft == pool.region.nbytes
     assert pool.drafts_address == pool.address(0) + 3 * pool.slot_bytes
-    assert (pool.draft_row_bytes, pool.draft_offset(0), pool.draft_offset(1)) == (512, 0, 128)
+    assert pool.draft_row_bytes == 512
     pool.write_slots(range(3), np.zeros((3, pool.slot_bytes), np.uint8))
-    parts = [pool.draft(row, layer) for row in range(2) for layer in range(2)]
+    parts = [draft(pool, row, layer) for row in range(2) for layer in range(2)]
     assert [part.size for part in parts] == [24, 88] * 2
     assert_apart(parts)
-    assert pool.draft(1, 1).ctypes.data == pool.drafts_address + 512 + 128
+    assert draft(pool, 1, 1).ctypes.data == pool.drafts_address + 512 + 128
     assert not pool.read_slots(range(3)).any()
     pool.poison_drafts()
     assert all(np.isnan(part).all() for part in parts)
@@ -69,13 +70,13 @@ def test_slot_parts_do_not_overlap():
     parts = [
         part
         for slot in range(3)
-        for part in (pool.tail(slot, 0), pool.tail(slot, 1), pool.matrices(slot, 1))
+        for part in (tail(pool, slot, 0), tail(pool, slot, 1), matrices(pool, slot, 1))
     ]
     assert len(parts) == 9
     assert_apart(parts)
-    assert pool.tail(2, 1).ctypes.data == pool.address(2) + pool.offset(1)
-    assert pool.matrices(2, 1).ctypes.data == pool.address(2) + pool.offset(1) + DELTA.tail_bytes
-    assert pool.matrices(2, 1).shape == (4, 3, 32, 16)
+    assert tail(pool, 2, 1).ctypes.data == pool.address(2) + pool.offset(1)
+    assert matrices(pool, 2, 1).ctypes.data == pool.address(2) + pool.offset(1) + DELTA.tail_bytes
+    assert matrices(pool, 2, 1).shape == (4, 3, 32, 16)
 
 
 def test_slots_round_trip_as_bytes():
@@ -88,8 +89,8 @@ def test_slots_round_trip_as_bytes():
     out = pool.read_slots([1])
     pool.poison([1])
     np.testing.assert_array_equal(out[0], data[1])
-    assert np.isnan(pool.tail(1, 0)).all()
-    assert np.isnan(pool.matrices(1, 1)).all()
+    assert np.isnan(tail(pool, 1, 0)).all()
+    assert np.isnan(matrices(pool, 1, 1)).all()
     np.testing.assert_array_equal(pool.read_slots([3])[0], data[0])
 
 

@@ -57,7 +57,6 @@ __all__ = [
     "q3_k_as_q6_k",
     "quant_rows_of",
     "refusal",
-    "scales_of",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -213,16 +212,6 @@ def quant_rows_of(name: str, data: Bytes) -> QuantRows:
         None if minima is None else minima.reshape(rows, -1),
         block.table,
     )
-
-
-def scales_of(name: str, data: Bytes) -> Halves:
-    """Return the float16 numbers of each block, [blocks, numbers of a block]."""
-    return _halves_at(BLOCKS[name].halves, _blocks(name, data))
-
-
-def _halves_at(places: tuple[Place, ...], blocks: Bytes) -> Halves:
-    none = np.empty((len(blocks), 0), dtype=np.float16)
-    return np.concatenate([none, *(_half(blocks, at) for at in places)], axis=1)
 
 
 def _blocks(name: str, data: Bytes) -> Bytes:
@@ -602,7 +591,7 @@ def _iq1_m(blocks: Bytes) -> Floats:
 
 
 def _taken_over(places: tuple[Place, ...], blocks: Bytes) -> tuple[Bytes, Halves, None]:
-    return blocks, _halves_at(places, blocks), None
+    return blocks, np.concatenate([_half(blocks, at) for at in places], axis=1), None
 
 
 def _as_blocks(

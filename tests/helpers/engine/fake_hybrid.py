@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from helpers.backends.state_views import draft, tail
 from helpers.engine.fake_runner import CONTEXT, FakeBackend, FakeRunner, fake_parts, token_logits
 from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
 from kvboost_edge.backends.batch_layout import check_layout
@@ -77,16 +78,16 @@ class HybridBackend(FakeBackend):
 
     def read_state(self, slot: int) -> State:
         """Return the state in a slot."""
-        first, second = self.states.tail(slot, 0).view(np.int64).reshape(-1)[:2].tolist()
+        first, second = tail(self.states, slot, 0).view(np.int64).reshape(-1)[:2].tolist()
         return first, second
 
     def write_state(self, slot: int, state: State) -> None:
         """Write a state into a slot."""
-        self.states.tail(slot, 0).view(np.int64).reshape(-1)[:2] = state
+        tail(self.states, slot, 0).view(np.int64).reshape(-1)[:2] = state
 
     def drafted(self, row: int) -> npt.NDArray[np.int64]:
         """Return the token of a draft row as a view [1]."""
-        return self.states.draft(row, 0).view(np.int64)[:1]
+        return draft(self.states, row, 0).view(np.int64)[:1]
 
 
 class HybridRunner(FakeRunner):

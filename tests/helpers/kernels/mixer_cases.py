@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from helpers.backends.state_views import draft_offset, matrices, tail
 from helpers.kernels.linear_driver import Program
 from helpers.kernels.recurrent_cases import Piece, accepting, add_states
 from kvboost_edge.backends.base import LayerStateSpec
@@ -93,7 +94,7 @@ class Mixer(abc.ABC):
         program.buffer(lt.B_NORMED, out)
         add_states(program, pieces, pool)
         conv = self.convolution(pool, lt.BufferRows(lt.B_PROJECTED, step))
-        conv = conv._replace(draft=pool.draft_offset(1), draft_step=pool.draft_row_bytes)
+        conv = conv._replace(draft=draft_offset(pool, 1), draft_step=pool.draft_row_bytes)
         self.mix(program, pool, conv, lt.BufferRows(lt.B_NORMED, out_step))
         program.run(threads)
         assert np.isnan(out[:, self.width :]).all()
@@ -115,7 +116,7 @@ class Mixer(abc.ABC):
             saves: (piece, drafts, slot) of each snapshot.
         """
         program = accepting(pieces, pool, accepted, saves, written)
-        first = pool.draft_offset(1) // 4
+        first = draft_offset(pool, 1) // 4
         rows = lt.BufferRows(lt.B_DRAFTS, pool.draft_row_bytes // 4, first)
         gates = rows._replace(first=first + self.channels)
         self.advance(program, pool, self.convolution(pool, rows), gates)
@@ -141,16 +142,16 @@ class Mixer(abc.ABC):
     def state(self, pool: StatePool, slot: int) -> State:
         """Return the state in a slot."""
         spec = self.specs[1]
-        tiles = pool.matrices(slot, 1).transpose(0, 2, 1, 3)
+        tiles = matrices(pool, slot, 1).transpose(0, 2, 1, 3)
         return State(
-            pool.tail(slot, 1).copy(), tiles.reshape(spec.heads, spec.key_dim, spec.value_dim)
+            tail(pool, slot, 1).copy(), tiles.reshape(spec.heads, spec.key_dim, spec.value_dim)
         )
 
     def put(self, pool: StatePool, slot: int, state: State) -> None:
         spec = self.specs[1]
         tiles = state.matrices.reshape(spec.heads, spec.key_dim, spec.value_dim // 16, 16)
-        pool.tail(slot, 1)[:] = state.tail
-        pool.matrices(slot, 1)[:] = tiles.transpose(0, 2, 1, 3)
+        tail(pool, slot, 1)[:] = state.tail
+        matrices(pool, slot, 1)[:] = tiles.transpose(0, 2, 1, 3)
 
 
 def _address(array: Floats | None) -> int:

@@ -16,7 +16,7 @@ from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.gguf.blocks import dequantize, scales_of
+from kvboost_edge.models.gguf.blocks import dequantize, quant_rows_of
 from kvboost_edge.models.packed.pack_plan import (
     VECTOR,
     WEIGHT_FORMATS,
@@ -219,8 +219,7 @@ def test_one_matrix_from_tensors_in_different_formats(split, kind, near, limit):
 
 
 def _blocks(kind, rows, inputs, seed=0):
-    codes = random_blocks(kind, rows, inputs // 256, seed)
-    return QuantRows(kind, codes, scales_of(TYPES[kind], codes).reshape(rows, -1))
+    return quant_rows_of(TYPES[kind], random_blocks(kind, rows, inputs // 256, seed))
 
 
 @pytest.mark.parametrize("rows", [48, 37])
