@@ -15,6 +15,8 @@ def test_names_of_the_original_engine():
         True,
         (("memory", "cpu"),),
     )
+    assert config == LMCacheEngineConfig(16, True, "cpu")
+    assert LMCacheEngineConfig() == LMCacheEngineConfig(256, False, "memory")
     assert LMCacheEngineConfig().places == (("memory", "memory"),)
     assert LMCacheEngineConfig(backend="file:///a/b").places == (("disk", "/a/b"),)
     assert LMCacheEngineConfig(backend=["memory", "file://b", "valkey://h"]).places == (

@@ -142,6 +142,10 @@ def test_clear_removes_a_sequence_from_chosen_backends(make):
         engine.store(each, kvcaches=kv_of(each))
     assert engine.clear(tokens) == 4, "clear must remove two chunks from each of two backends"
     assert (engine.lookup(tokens), engine.lookup(kept)) == (0, 8)
+    engine.store(tokens, kvcaches=kv_of(tokens))
+    assert engine.clear(tokens=tokens, locations=["LocalCPUBackend"]) == 2
+    assert engine.lookup(tokens, search_range=["LocalCPUBackend"]) == 0
+    assert engine.lookup(tokens) == 8
     with pytest.raises(
         RequestError, match="disk cannot be cleared as a whole; pass the tokens to drop"
     ):
