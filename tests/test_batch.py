@@ -74,6 +74,7 @@ def test_broadcast_shares_memory():
     for wide in (broadcast_kv(kv, 3), broadcast_kv(kv=kv, batch_size=3)):
         assert [part.shape for part in wide[0]] == [(3, 2, 5, 4)] * 2
         assert [part.data_ptr() for part in wide[0]] == [part.data_ptr() for part in kv[0]]
+        assert torch.equal(wide[0][1][2], kv[0][1][0])
 
 
 @torch.inference_mode()

@@ -16,14 +16,6 @@ from kvboost_edge.errors import RequestError
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def test_broadcast_is_a_view():
-    kv = ((torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4)),)
-    wide = broadcast_kv(kv, 3)
-    assert wide[0][0].shape == (3, 2, 5, 4)
-    assert wide[0][0].data_ptr() == kv[0][0].data_ptr()
-    assert torch.equal(wide[0][1][2], kv[0][1][0])
-
-
 def test_pad_and_mask_pads_and_masks():
     ids, masks = pad_and_mask([[1, 2, 3], [4], [5, 6]], 9)
     assert ids.tolist() == [[1, 2, 3], [9, 9, 4], [9, 5, 6]]

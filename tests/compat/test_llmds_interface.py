@@ -5,7 +5,6 @@ import inspect
 import pytest
 
 import kvboost_edge
-from kvboost_edge.errors import CapacityError
 
 STATS = {
     "total_sequences",
@@ -44,13 +43,6 @@ def test_constructors_accept_llmds_arguments(args, options):
     for seq_id in (1, 2):
         cache.attach(seq_id, SYSTEM, SYSTEM)
     assert cache.stats()["prefix_shares"] == 1
-
-
-def test_prefix_sharing_can_be_turned_off():
-    cache = kvboost_edge.KVCache(4, 20, False)
-    for seq_id in (1, 2):
-        cache.attach(seq_id, SYSTEM, SYSTEM)
-    assert cache.stats()["prefix_shares"] == cache.stats()["prefix_map_size"] == 0
 
 
 def test_parameter_names_and_defaults_equal_llmds():
@@ -109,31 +101,6 @@ def test_stats_have_llmds_keys(cache):
     assert cache.stats()["prefix_map_size"] == 2
 
 
-def test_a_live_id_is_replaced_and_a_full_cache_is_refused(cache):
-    cache.attach(1, SYSTEM, SYSTEM)
-    cache.attach(1, ["other"])
-    assert cache.get(1) == ["other"]
-    assert cache.stats()["allocated_pages"] == 1
-    with pytest.raises(CapacityError):
-        cache.attach(2, list(range(81)))
-    assert cache.get(1) == ["other"]
-
-
-def test_divergent_payloads_are_copied_on_write(cache):
-    cache.attach(1, list("abcdefgh"), SYSTEM)
-    cache.attach(2, list("abcdXfgh"), SYSTEM)
-    assert cache.get(1) == list("abcdefgh")
-    assert cache.get(2) == list("abcdXfgh")
-
-
-def test_the_speculation_hook_appends_drafts(cache):
-    cache.attach(1, SYSTEM, SYSTEM)
-    cache.hook_speculative_decode(1, [7, 8, 9]).accept(2)
-    assert cache.get(1) == [*SYSTEM, 7, 8]
-    cache.hook_speculative_decode(seq_id=1, draft_tokens=[9]).reject()
-    assert cache.get(1) == [*SYSTEM, 7, 8]
-
-
 def test_page_size_and_allocator_are_read_only_views(cache):
     cache.attach(1, SYSTEM, SYSTEM)
     allocator = cache.allocator
@@ -164,13 +131,3 @@ def test_unsupported_counts_are_refused_by_name(cache):
             getattr(cache.allocator.stats(), name)
     with pytest.raises(AttributeError, match=r"PageStats\.other does not"):
         _ = cache.allocator.stats().other
-
-
-def test_pages_are_returned_after_many_sharing_cycles(cache):
-    for cycle in range(200):
-        cache.attach(cycle % 3, [*SYSTEM, cycle], SYSTEM)
-    for seq_id in range(3):
-        cache.detach(seq_id)
-    assert cache.allocator.stats().free_pages == 20
-    cache.attach(9, list(range(80)))
-    assert cache.get(9) == list(range(80))
