@@ -8,21 +8,16 @@ from typing import Any, cast
 
 import pytest
 
+from helpers.serve_ray.fake_replies import ABOUT, NEVER, Reply, reply_of
 from helpers.server.live_servers import wait_until
-from kvboost_edge import __version__
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.serve_ray import replicas
-from kvboost_edge.serve_ray.messages import CallOutcome, Description, Failure, ReplicaUpdate, Sent
+from kvboost_edge.serve_ray.messages import CallOutcome, Failure, Sent
 from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
-from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 from kvboost_edge.server.api_errors import NoReplica
-
-ABOUT = {"version": __version__, "model": "m", "root": b"r".hex()}
-NEVER = 600.0  # seconds: longer than any test
 
 
 class Call:
@@ -73,31 +68,12 @@ class Handle:
     def ask(self, asked):
         [name] = asked.targets
         self.asked[name] += asked.method == "tell"
-        return _Answer(_told(name, asked.method, self.speeds.get(name, 1e-4)))
+        return Reply(reply_of(name, asked.method, self.speeds.get(name, 1e-4)))
 
 
 class _Method:
     def __init__(self, remote):
         self.remote = remote
-
-
-class _Answer:
-    def __init__(self, found):
-        self._found = found
-
-    def __await__(self):
-        yield from ()
-        return self._found
-
-    def cancel(self):
-        pass
-
-
-def _told(name, method, speed):
-    if method == "tell":
-        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=speed), [])
-    nothing = cast(Any, None)
-    return Description(name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None)
 
 
 @pytest.fixture

@@ -9,39 +9,14 @@ from collections import Counter
 
 import pytest
 
+from helpers.serve_ray.fake_replies import ABOUT, NEVER, Reply, reply_of
 from helpers.server.live_servers import wait_until
-from kvboost_edge import __version__
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.serve_ray import pool, replicas
-from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, ReplicaUpdate
 from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
-from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 from kvboost_edge.serve_ray.watch.health_checks import HealthChecks
 from kvboost_edge.server.api_errors import NoReplica
-
-ABOUT = {"version": __version__, "model": "m", "root": b"r".hex()}
-NEVER = 600.0  # seconds: longer than any test
-
-
-class Answer:
-    """Ray's response to a question. It waits forever if `found` is None."""
-
-    def __init__(self, found, ended):
-        self._found = found
-        self._ended = ended
-
-    def __await__(self):
-        return self._wait().__await__()
-
-    async def _wait(self):
-        if self._found is None:
-            await asyncio.Event().wait()
-        return self._found
-
-    def cancel(self):
-        self._ended()
 
 
 class Handle:
@@ -66,20 +41,7 @@ class Handle:
         def give_up():
             self.given_up[question] += 1
 
-        return Answer(None if name in self.hung else _answer(name, asked.method), give_up)
-
-
-def _answer(name, method):
-    if method == "tell":
-        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
-    if method == "describe":
-        nothing = None
-        return Description(
-            name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, True, None, True, 0, None
-        )
-    if method == "figures":
-        return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3, {}, {})
-    return [ord(name)], [(1, 2, 3)]
+        return Reply(None if name in self.hung else reply_of(name, asked.method, 1e-3), give_up)
 
 
 @pytest.fixture
