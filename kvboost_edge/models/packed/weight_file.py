@@ -140,13 +140,27 @@ class PackedWeights:
             self._mapped.close()
 
 
+class _Layout(NamedTuple):
+    """Layout of a packed file.
+
+    Attributes:
+        header: bytes before the first section.
+        places: offset and size of each section in the file, by name.
+        size: size of the file.
+    """
+
+    header: bytes
+    places: dict[str, tuple[int, int]]
+    size: int
+
+
 class _Job(NamedTuple):
     """Packing job: the model, its plan, and how to pack it."""
 
     model: Packable
     plan: Sequence[PackEntry]
     weights: str
-    header: bytes
+    layout: _Layout
     num_threads: int
     progress: Progress | None
     name: str
@@ -180,12 +194,12 @@ def load_packed(
     fingerprint = model.fingerprint(
         cache_dir=cache_dir
     )  # packed weights with another one are refused
-    header = _header(plan, fingerprint, weights)
+    layout = _layout(plan, fingerprint, weights)
     job = _Job(
         model,
         plan,
         weights,
-        header,
+        layout,
         num_threads or default_num_threads(),
         progress,
         model_name(model.path),
@@ -193,7 +207,7 @@ def load_packed(
     if cache_dir == NO_CACHE:
         return _pack_into_memory(job)
     path = packed_path(fingerprint, weights, cache_dir)
-    found = _open_checked(path, job.header, cache_dir, job.name)
+    found = _open_checked(path, layout, cache_dir, job.name)
     if found is not None:
         return found
     try:
@@ -201,13 +215,13 @@ def load_packed(
     except OSError as error:
         if sys.platform == "win32":
             # A file that another process packed meanwhile and has mapped cannot be replaced.
-            found = _open_checked(path, job.header, cache_dir, job.name)
+            found = _open_checked(path, layout, cache_dir, job.name)
             if found is not None:
                 return found
         _LOG.warning(
             "packed weights (%.1f MB) cannot be stored in %s (%s); they stay in memory and are "
             "packed again at every start. %s",
-            *(_size(header) / 1e6, path.parent, error, _advice(error)),
+            *(layout.size / 1e6, path.parent, error, _advice(error)),
         )
     return _pack_into_memory(job)
 
@@ -239,7 +253,7 @@ def free_bytes(directory: Path) -> int:
 
 def _pack_into_memory(job: _Job) -> PackedWeights:
     """Pack into anonymous private memory."""
-    size = _size(job.header)
+    size = job.layout.size
     try:
         if sys.platform == "win32":
             memory = mmap.mmap(-1, size)
@@ -256,7 +270,7 @@ def _pack_into_memory(job: _Job) -> PackedWeights:
         target[at : at + len(data)] = data
 
     _pack(job, put, "memory")
-    return PackedWeights(memory, _places(job.header))
+    return PackedWeights(memory, job.layout.places)
 
 
 def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeights:
@@ -268,9 +282,8 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory; remove it")
-    size = _size(job.header)
     free = free_bytes(path.parent)
-    if free < size:
+    if free < job.layout.size:
         raise OSError(f"only {free / 1e6:.1f} MB are free")
     with new_file(path) as file:
         _write(file, job, path)
@@ -284,8 +297,8 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
             remember(stamp, _facts(job.name), cache_dir)
-            return _map(file, job.header)
-    found = _open_checked(path, job.header, cache_dir, job.name)
+            return _map(file, job.layout.places)
+    found = _open_checked(path, job.layout, cache_dir, job.name)
     if found is None:
         raise ModelFormatError(
             f"{path} was replaced by another process while it was opened; try again"
@@ -293,10 +306,10 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
     return found
 
 
-def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
-    """Return the bytes before the first section.
+def _layout(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> _Layout:
+    """Return the layout of a packed file.
 
-    They depend only on the fingerprint, format and plan, so comparing them reveals an outdated
+    Its header depends only on the fingerprint, format and plan, so comparing it reveals an outdated
     file.
     """
     sections: dict[str, tuple[int, int]] = {}
@@ -315,16 +328,9 @@ def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
     }
     text = json.dumps(fields, sort_keys=True).encode()
     text += b" " * (-(len(text) + 16) % _ALIGN)
-    return _MAGIC + PACKED_VERSION.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
-
-
-def _fields(header: bytes) -> dict[str, Any]:
-    fields = json.loads(header[16:])
-    return dict(fields)
-
-
-def _size(header: bytes) -> int:
-    return len(header) + int(_fields(header)["end"]) + _DIGEST_BYTES
+    header = _MAGIC + PACKED_VERSION.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text
+    places = {name: (len(header) + start, size) for name, (start, size) in sections.items()}
+    return _Layout(header, places, len(header) + offset + _DIGEST_BYTES)
 
 
 def _facts(name: str) -> dict[str, Any]:
@@ -335,13 +341,13 @@ def _facts(name: str) -> dict[str, Any]:
 
 
 def _open_checked(
-    path: Path, header: bytes, cache_dir: Path | None, name: str = ""
+    path: Path, layout: _Layout, cache_dir: Path | None, name: str = ""
 ) -> PackedWeights | None:
     """Return the weights in the file, or None if it is missing, outdated or damaged."""
     try:
         with open(path, "rb") as file:
             stamp = FileStamp.of_open(file, path)
-            if stamp.size != _size(header) or file.read(len(header)) != header:
+            if stamp.size != layout.size or file.read(len(layout.header)) != layout.header:
                 _LOG.warning(
                     "%s is damaged or was written by another version; the weights are packed again",
                     path,
@@ -354,7 +360,7 @@ def _open_checked(
                 return None
             if {**known, **facts} != known:
                 remember(stamp, facts, cache_dir)
-            return _map(file, header)
+            return _map(file, layout.places)
     except (FileNotFoundError, IsADirectoryError):
         return None
     except OSError as error:
@@ -380,15 +386,9 @@ def _digest(file: IO[bytes], size: int) -> bytes:
     return bytes.fromhex(found)
 
 
-def _places(header: bytes) -> dict[str, tuple[int, int]]:
-    """Return the offset and the size of each section in the file."""
-    sections = _fields(header)["sections"]
-    return {name: (len(header) + start, size) for name, (start, size) in sections.items()}
-
-
-def _map(file: IO[bytes], header: bytes) -> PackedWeights:
+def _map(file: IO[bytes], places: dict[str, tuple[int, int]]) -> PackedWeights:
     hold_open(file)  # keep the file open as long as it is mapped
-    return PackedWeights(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), _places(header))
+    return PackedWeights(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), places)
 
 
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
@@ -396,7 +396,7 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 
     Gaps between sections become holes, which read as zeros.
     """
-    size = _size(job.header)
+    size = job.layout.size
     target = FileAt(file)
     own = threading.local()
 
@@ -426,9 +426,8 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
 
     Entries are packed in pieces of a few megabytes, on several threads and in any order.
     """
-    total = _size(job.header)
-    places = _places(job.header)
-    done = len(job.header)
+    header, places, total = job.layout
+    done = len(header)
     error = 0.0
     energy = 0.0
     start = time.monotonic()
@@ -441,7 +440,7 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
         for (name, size), data in zip(piece.entry.sections, sections, strict=True):
             put(places[name][0] + size // tiles * first, data)
 
-    put(0, np.frombuffer(job.header, dtype=np.uint8))
+    put(0, np.frombuffer(header, dtype=np.uint8))
     with job.model.open_source() as source:
         for _, packed in pack_stream(job.plan, source, job.num_threads, keep):
             done += len(packed.codes) + len(packed.scales) + len(packed.minima)

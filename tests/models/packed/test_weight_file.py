@@ -108,8 +108,8 @@ def test_four_bit_weights_equal_the_reference_fit(model_dir, tmp_path, weights):
 def test_two_formats_of_one_model_do_not_share_a_file(model_dir, tmp_path):
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     spec = spec_of(model_dir)
-    headers = {
-        name: packed_file._header(pack_plan(spec, name), fingerprint, name)
+    layouts = {
+        name: packed_file._layout(pack_plan(spec, name), fingerprint, name)
         for name in WEIGHT_FORMATS
     }
     for number, weights in enumerate(WEIGHT_FORMATS, 1):
@@ -119,8 +119,8 @@ def test_two_formats_of_one_model_do_not_share_a_file(model_dir, tmp_path):
         assert len(files) == number
         (path,) = files - before
         assert path.name.endswith(f"-{weights}.kvpack")
-        for other, header in headers.items():
-            found = packed_file._open_checked(path, header, tmp_path)
+        for other, layout in layouts.items():
+            found = packed_file._open_checked(path, layout, tmp_path)
             assert (found is not None) == (other == weights)
             if found is not None:
                 found.close()
@@ -170,11 +170,11 @@ def test_mutated_files_are_refused(model_dir, tmp_path):
     path = only_file(tmp_path)
     data = path.read_bytes()
     plan = pack_plan(spec_of(model_dir), "int8")
-    header = packed_file._header(
+    layout = packed_file._layout(
         plan, Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path), "int8"
     )
     rng = np.random.default_rng(5)
-    head = len(header)
+    head = len(layout.header)
     mutated = tmp_path / "mutated.kvpack"
     refused = 0
     for round_ in range(1000):
@@ -193,7 +193,7 @@ def test_mutated_files_are_refused(model_dir, tmp_path):
         else:
             del broken[at:]
         mutated.write_bytes(bytes(broken))
-        found = packed_file._open_checked(mutated, header, tmp_path)
+        found = packed_file._open_checked(mutated, layout, tmp_path)
         if found is not None:
             assert broken == data
             assert content(found) == good
@@ -214,7 +214,7 @@ def test_entries_and_fingerprint_determine_the_file(model_dir, tmp_path):
         (plan, fingerprint, "int4"),
     ):
         assert (
-            packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path)
+            packed_file._open_checked(path, packed_file._layout(entries, digest, weights), tmp_path)
             is None
         )
 
