@@ -9,7 +9,7 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_assistant, fitted_head
-from kvboost_edge.models.packed.pack_plan import PackEntry, check_tensors, mtp_plan
+from kvboost_edge.models.packed.pack_plan import PackEntry, mtp_plan
 from kvboost_edge.models.weights.weight_source import WeightSource
 
 __all__ = ["AssistantFiles", "HeadFile"]
@@ -61,9 +61,7 @@ class AssistantFiles:
             ModelFormatError: the tensors do not match the plan.
         """
         with self.open_mtp_source() as source:
-            plan = mtp_plan(self.mtp, weights, source)
-            check_tensors(plan, source)
-        return plan
+            return mtp_plan(self.mtp, weights, source)
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
         return self._checkpoint.fingerprint(cache_dir=cache_dir)

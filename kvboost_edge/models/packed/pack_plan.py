@@ -134,6 +134,9 @@ def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntr
         weights: one of WEIGHT_FORMATS, or STORED to keep the formats of the tensors. Float matrices
             then become int8.
         source: the tensors of the head.
+
+    Raises:
+        ModelFormatError: the tensors do not match the plan.
     """
     if weights != STORED and weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
@@ -156,9 +159,10 @@ def mtp_plan(head: MtpSpec, weights: str, source: WeightSource) -> list[PackEntr
             projection,
         ]
     plan = [one for one in (embed, *joined, *rest) if one.name not in head.shared]
-    if weights != STORED:
-        return plan
-    return [run for entry in plan for run in _as_stored(entry, source)]
+    if weights == STORED:
+        plan = [run for entry in plan for run in _as_stored(entry, source)]
+    check_tensors(plan, source)
+    return plan
 
 
 def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
