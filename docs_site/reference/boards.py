@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from docs_site.reference.tables import table
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.report import num_open_blocks
+from kvboost_edge.engine.memory.pool_size import num_open_blocks
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.pack_plan import pack_plan, plan_bytes
 from kvboost_edge.runners.native.buffers import largest_bytes

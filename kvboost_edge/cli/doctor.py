@@ -26,7 +26,7 @@ from kvboost_edge.engine.memory.check import (
     plan_draft_fit,
 )
 from kvboost_edge.engine.memory.draft_plan import DraftPlan, select_with_draft
-from kvboost_edge.engine.memory.report import gb
+from kvboost_edge.engine.memory.pool_size import gb
 from kvboost_edge.engine.memory.selection import (
     Selection,
     available_on,

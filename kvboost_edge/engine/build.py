@@ -21,6 +21,7 @@ from kvboost_edge.engine.memory.draft_plan import (
     select_with_draft,
     with_draft_model,
 )
+from kvboost_edge.engine.memory.pool_size import num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.memory.process import (
     Overhead,
     check_process,
@@ -30,7 +31,7 @@ from kvboost_edge.engine.memory.process import (
     pass_bytes,
     room_in_process,
 )
-from kvboost_edge.engine.memory.report import MemoryReport, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.memory.report import MemoryReport
 from kvboost_edge.engine.memory.selection import (
     Selection,
     available_on,

@@ -15,7 +15,7 @@ from helpers.raising import assert_raises
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.memory.report import (
+from kvboost_edge.engine.memory.pool_size import (
     check_weights_fit,
     most_sequences,
     num_open_blocks,

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.draft_plan import DraftPlan, select_with_draft, with_draft_model
-from kvboost_edge.engine.memory.process import (
-    Overhead,
-    check_process,
-    measured_overhead,
-    room_in_process,
-)
-from kvboost_edge.engine.memory.report import (
+from kvboost_edge.engine.memory.pool_size import (
     check_weights_fit,
     gb,
     memory_beside,
     plan_num_blocks,
     planned_blocks,
     planned_pool_bytes,
+)
+from kvboost_edge.engine.memory.process import (
+    Overhead,
+    check_process,
+    measured_overhead,
+    room_in_process,
 )
 from kvboost_edge.engine.memory.selection import (
     Selection,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.draft_plan import DraftPlan
-from kvboost_edge.engine.memory.report import (
+from kvboost_edge.engine.memory.pool_size import (
     BLOCK_BOOKKEEPING,
     gb,
     least_state_bytes,

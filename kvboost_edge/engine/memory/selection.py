@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import BackendChoice, choose_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.report import planned_pool_bytes
+from kvboost_edge.engine.memory.pool_size import planned_pool_bytes
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes

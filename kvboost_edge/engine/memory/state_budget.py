@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import DEFAULT_DRAFT_TOKENS, EngineConfig
-from kvboost_edge.engine.memory.report import (
+from kvboost_edge.engine.memory.pool_size import (
     LEAST_STATES,
     STATES_PER_SEQUENCE,
     most_sequences,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvboost_edge.engine.memory.report import gb, mb_up
+from kvboost_edge.engine.memory.pool_size import gb, mb_up
 from kvboost_edge.errors import CapacityError, ConfigError, KVBoostError
 from kvboost_edge.host.memory import give_back, process_rss
 from kvboost_edge.server.cache_report.tracker import Doctor

@@ -19,7 +19,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
 from kvboost_edge.engine.memory.check import format_bytes, packed_place, plan_fit, planned_memory
-from kvboost_edge.engine.memory.report import memory_beside
+from kvboost_edge.engine.memory.pool_size import memory_beside
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE

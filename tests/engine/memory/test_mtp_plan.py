@@ -17,7 +17,7 @@ from kvboost_edge.engine import build
 from kvboost_edge.engine.memory import check
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
-from kvboost_edge.engine.memory.report import gb
+from kvboost_edge.engine.memory.pool_size import gb
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.memory import process_rss

@@ -18,8 +18,8 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
 from kvboost_edge.engine.memory import check, process
+from kvboost_edge.engine.memory.pool_size import planned_pool_bytes
 from kvboost_edge.engine.memory.process import Overhead
-from kvboost_edge.engine.memory.report import planned_pool_bytes
 from kvboost_edge.engine.spec_decode.prompt_lookup import TenantHistory
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.memory import Region
