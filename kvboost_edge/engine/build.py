@@ -60,7 +60,7 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
+from kvboost_edge.models.config.architectures import check_model_compatibility, is_bidirectional
 from kvboost_edge.models.config.json_readers import generation_defaults
 from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
@@ -158,8 +158,8 @@ def build_from_path(
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling = checkpoint.pooling
     summary = checkpoint.summary()
-    if attends_both_ways(checkpoint.config):
-        _check_both_ways(checkpoint, config)
+    if is_bidirectional(checkpoint.config):
+        _check_bidirectional(checkpoint, config)
     dense = checkpoint.dense()
     selected, draft = select_with_draft(checkpoint, config)
     device = selected.backend.device
@@ -215,7 +215,7 @@ def build_from_path(
     )
 
 
-def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
+def _check_bidirectional(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Check the files and options of a bidirectional model.
 
     Raises:

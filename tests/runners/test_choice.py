@@ -319,11 +319,11 @@ def test_weights_and_dtype_may_not_contradict_each_other():
         ({}, {"weights": "f32"}, "weights='f32' are not integers"),
         ({}, {"dtype": "bfloat16"}, "weights='bf16' are not integers"),
         ({"mixer": "conv"}, {}, "recurrent state"),
-        ({"both_ways": True}, {}, "bidirectional"),
+        ({"bidirectional": True}, {}, "bidirectional"),
     ],
 )
 def test_wide_arithmetic_names_what_it_does_not_support(model, options, reason):
-    spec = SimpleNamespace(**{"both_ways": False, "mixer": None, **model})
+    spec = SimpleNamespace(**{"bidirectional": False, "mixer": None, **model})
     config = EngineConfig.from_options(arithmetic="wide", **options)
     with pytest.raises(ConfigError, match=rf"arithmetic='wide' is refused: .*{reason}.*; use"):
         choose_weights(config, ModelTraits(LLAMA, describe=lambda: spec), lambda *_: 0, 10**9)

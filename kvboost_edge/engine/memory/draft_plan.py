@@ -25,7 +25,7 @@ from kvboost_edge.engine.memory.selection import (
 from kvboost_edge.errors import ConfigError, DraftModelMismatch, KVBoostError, ModelFormatError
 from kvboost_edge.models.assistant import AssistantFiles, HeadFile
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
+from kvboost_edge.models.config.architectures import check_model_compatibility, is_bidirectional
 from kvboost_edge.models.config.mtp_spec import MtpSpec, is_assistant
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.pack_plan import STORED, plan_bytes
@@ -389,7 +389,7 @@ def with_draft_model(info: RunnerInfo, draft: RunnerInfo | None) -> RunnerInfo:
 
 def _target_refusal(target: Checkpoint, selected: Selection) -> str:
     """Return why a model cannot have a draft model, or ""."""
-    if attends_both_ways(target.config):
+    if is_bidirectional(target.config):
         return f"{target.path.name} computes embeddings and generates no tokens"
     if selected.runner.name != "native":
         return (
@@ -404,7 +404,7 @@ def _draft_refusal(checkpoint: Checkpoint, config: EngineConfig) -> str:
     if checkpoint.onnx_refusal is not None:
         return "it is an ONNX file; give a GGUF file or a directory with safetensors"
     check_model_compatibility(checkpoint.config, strict=config.strict)
-    if attends_both_ways(checkpoint.config):
+    if is_bidirectional(checkpoint.config):
         return "it computes embeddings and generates no tokens; give a language model"
     if reason := plan_of("native").unsupported_reason(model_traits(checkpoint)):
         return f"{reason}; a draft model needs the native runner"

@@ -15,7 +15,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.architectures import is_bidirectional, pinned_context
 from kvboost_edge.models.config.json_readers import context_length, stored_dtype, text_config
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.locate import locate_model
@@ -134,7 +134,7 @@ def planned_info(
     """Describe the planned runner for memory planning, without loading anything."""
     device = selected.backend.device
     runner = selected.runner
-    stores_kv = not attends_both_ways(checkpoint.config)
+    stores_kv = not is_bidirectional(checkpoint.config)
     spec = KVSpec((), config.block_size, "float32")
     if stores_kv:
         spec = planned_kv_spec(checkpoint, config, runner.name, runner.weights, device)

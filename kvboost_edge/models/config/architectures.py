@@ -27,9 +27,9 @@ __all__ = [
     "Architecture",
     "CompatibilityReport",
     "PinnedContext",
-    "attends_both_ways",
     "check_model_compatibility",
     "has_two_ranges",
+    "is_bidirectional",
     "pin_notice",
     "pinned_context",
     "states_refusal",
@@ -101,7 +101,7 @@ _BIDIRECTIONAL = (
     "bidirectional attention is supported for gemma3_text (EmbeddingGemma) only; for embeddings "
     "use that, or a causal model such as Qwen3-Embedding"
 )
-_BOTH_WAYS = ("gemma3_text",)
+_BIDIRECTIONAL_TYPES = ("gemma3_text",)
 _KEEP_STATES: dict[str, str] = {
     **dict.fromkeys(
         "mamba falcon_mamba rwkv xlstm jamba zamba recurrent_gemma minimax bailing_hybrid".split(),
@@ -304,7 +304,7 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
             packed_layout(config)
         except ModelFormatError as error:
             yield f"its quantization is not supported: {error}"
-    if (attends_both_ways(config) and model_type not in _BOTH_WAYS) or inner.get(
+    if (is_bidirectional(config) and model_type not in _BIDIRECTIONAL_TYPES) or inner.get(
         "is_causal"
     ) is False:
         yield _BIDIRECTIONAL
@@ -312,7 +312,7 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield _OWN_ATTENTION
 
 
-def attends_both_ways(config: Mapping[str, Any]) -> bool:
+def is_bidirectional(config: Mapping[str, Any]) -> bool:
     """Return whether attention is bidirectional, as in models that only embed texts."""
     return text_config(config).get("use_bidirectional_attention") in (True, "all")
 

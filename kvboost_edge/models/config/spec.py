@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.architectures import is_bidirectional, pinned_context
 from kvboost_edge.models.config.json_readers import context_length
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
 from kvboost_edge.models.config.nested import text_config
@@ -53,7 +53,7 @@ class ModelSpec:
     """Description of a model for the native runner, without the weights.
 
     Sizes are in elements. Head and MLP sizes are the config's, and each LayerSpec has the sizes of
-    its layer. `both_ways` is True for bidirectional attention: a text is processed in a single
+    its layer. `bidirectional` is True for bidirectional attention: a text is processed in a single
     pass, and the model cannot generate. `joins_hidden_states` is True for an MTP head, whose input
     rows join an embedding and a hidden state of the model. `backbone_size` is the hidden size of
     that model for an assistant, whose layers attend to the model's KV, and 0 for others.
@@ -85,7 +85,7 @@ class ModelSpec:
     per_layer: PerLayerInput | None
     query_scale: QueryScale | None
     experts: Experts | None
-    both_ways: bool
+    bidirectional: bool
     hybrid: Hybrid | None = None
     factors: LayerFactors = NO_FACTORS
     head_norm: str = ""  # see Family.head_norm
@@ -194,7 +194,7 @@ def describe_model(config: Config) -> ModelSpec:
     pinned = pinned_context(config)
     vocab = _size(config, "vocab_size")
     longest = longest if pinned is None else min(longest, pinned.length)
-    both_ways = attends_both_ways(config)
+    bidirectional = is_bidirectional(config)
     return ModelSpec(
         model_type=str(config.get("model_type")),
         family=family,
@@ -222,11 +222,11 @@ def describe_model(config: Config) -> ModelSpec:
         tied=_is_tied(config, family),
         max_context=longest,
         layers=tuple(
-            LayerSpec.of(w, rope_of(i, w) if shape.kv >= 0 else -1, shape, longest * both_ways)
+            LayerSpec.of(w, rope_of(i, w) if shape.kv >= 0 else -1, shape, longest * bidirectional)
             for i, (w, shape) in enumerate(zip(windows, shapes, strict=True))
         ),
         ropes=ropes,
-        both_ways=both_ways,
+        bidirectional=bidirectional,
         per_layer=family.per_layer(config, vocab) if family.per_layer else None,
         query_scale=query_scale(rope_settings(config, family)) if family.query_scaled else None,
         experts=experts,

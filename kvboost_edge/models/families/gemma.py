@@ -137,7 +137,7 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "gemma3_text",
             _GEMMA3_LAYER,
             norm_offset=1.0,
-            both_ways=True,
+            bidirectional=True,
             keys=WINDOW | {"rope.freq_base_swa", *_DENSE_KEYS},
             dense=("dense_2.weight", "dense_3.weight"),
             config=_gguf_gemma3,

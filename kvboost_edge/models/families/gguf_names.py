@@ -97,7 +97,7 @@ class GgufArchitecture:
         keys: metadata keys "ARCHITECTURE.KEY", in addition to the common keys.
         dense: tensors of the dense projections after pooling, which are not part of the decoder.
         unused: tensors that are not used.
-        both_ways: True if attention is bidirectional.
+        bidirectional: True if attention is bidirectional.
         experts: True if files may have a mixture of experts.
         no_keys: True if 0 KV heads mean a layer without attention.
         alone: True if an MLP width of 0 means a layer without an MLP. RoPE keys are then ignored,
@@ -115,7 +115,7 @@ class GgufArchitecture:
     keys: frozenset[str] = frozenset()
     dense: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    both_ways: bool = False
+    bidirectional: bool = False
     experts: bool = False
     no_keys: bool = False
     alone: bool = False

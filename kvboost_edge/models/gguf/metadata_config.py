@@ -156,7 +156,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         config.update(_rope(header, keys, head_dim))
     if architecture.config is not None:
         config.update(architecture.config(keys, config))
-    if architecture.both_ways:
+    if architecture.bidirectional:
         config["use_bidirectional_attention"] = True
     return config
 
@@ -282,7 +282,7 @@ def _refuse_unknown(keys: Keys, architecture: GgufArchitecture) -> None:
             "is not supported for this architecture, which has no experts",
         )
     causal = keys.header.value(keys.name("attention.causal"), bool)
-    if causal is architecture.both_ways:
+    if causal is architecture.bidirectional:
         wanted = (
             "contradicts the architecture, which has bidirectional attention"
             if causal

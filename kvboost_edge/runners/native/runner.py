@@ -162,7 +162,7 @@ class NativeRunner:
             kv_spec=native_kv_spec(spec, weights, block_size, kv_bits),
             kernel_path=linear_path(),
             hidden_size=spec.state_size,
-            stores_kv=not spec.both_ways,
+            stores_kv=not spec.bidirectional,
             joins_hidden_states=spec.joins_hidden_states,
             borrows_kv=spec.backbone_size > 0,
             short_vocabulary=short_vocabulary,
@@ -281,7 +281,7 @@ class NativeRunner:
         self._team = access.workspace.team if access is not None and shared else self._own_team
         self._whole = None
         self._texts = None
-        if self._spec.both_ways:
+        if self._spec.bidirectional:
             self._texts = PassTexts(self._spec, access)
         elif all(
             self._spec.num_heads * layer.head_dim % GROUP == 0

@@ -102,7 +102,7 @@ def keys_refusal(spec: ModelSpec, backend: str, *, is_wide: bool) -> str | None:
         backend: name of the backend, or "" for none.
         is_wide: whether shared KV is computed in wide arithmetic.
     """
-    if spec.both_ways:
+    if spec.bidirectional:
         return _STORES_NOTHING
     if spec.mixer is not None:
         return RECURRENT
@@ -186,7 +186,7 @@ def _check_wide(config: EngineConfig, spec: ModelSpec) -> None:
         ConfigError: it does not apply.
     """
     reason = ""
-    if spec.both_ways:
+    if spec.bidirectional:
         reason = _STORES_NOTHING
     elif spec.mixer is not None:
         reason = "layers of this model keep a recurrent state"
@@ -207,7 +207,7 @@ def native_kv_spec(
     Raises:
         ConfigError: `bits` is given for a bidirectional model.
     """
-    if spec.both_ways:
+    if spec.bidirectional:
         if bits != _UNQUANTIZED:
             raise ConfigError(
                 f"kv_cache_bits={bits} has no effect: {_STORES_NOTHING}; leave it out"
@@ -229,7 +229,7 @@ def native_kv_spec(
 
 def sparse_refusal(spec: ModelSpec, config: EngineConfig) -> str:
     """Return why a model cannot have sparse prefill with these options, or ""."""
-    if spec.both_ways:
+    if spec.bidirectional:
         return "the model is bidirectional"
     if spec.mixer is not None:
         return "the model has recurrent layers, whose state depends on every token"

@@ -26,7 +26,7 @@ from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, 
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
-    attends_both_ways,
+    is_bidirectional,
     pinned_context,
 )
 from kvboost_edge.models.config.json_readers import context_length
@@ -49,7 +49,7 @@ from kvboost_edge.runners.torch.attention_hook import (
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.rope_detection import NUM_PROBED, RopeFrequencies, find_turning
-from kvboost_edge.runners.torch.select_torch import BOTH_WAYS, compute_dtype, torch_kv_spec
+from kvboost_edge.runners.torch.select_torch import BIDIRECTIONAL, compute_dtype, torch_kv_spec
 
 __all__ = ["TorchRunner", "load"]
 
@@ -97,8 +97,8 @@ class TorchRunner:
         kv_bits: tuple[int, int] = (16, 16),
     ) -> None:
         config = model.config.get_text_config()
-        if attends_both_ways(config.to_dict()):
-            raise ModelFormatError(BOTH_WAYS)
+        if is_bidirectional(config.to_dict()):
+            raise ModelFormatError(BIDIRECTIONAL)
         self.model = model.eval()
         self._kind = type(model).__name__
         self._hook = AttentionHook(model)

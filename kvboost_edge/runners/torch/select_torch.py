@@ -11,7 +11,7 @@ from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import install_extra
-from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
+from kvboost_edge.models.config.architectures import is_bidirectional, rope_types
 from kvboost_edge.models.config.quant_config import NVFP4_METHODS
 from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
@@ -19,7 +19,7 @@ from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 __all__ = [
     "AUTO_BACKEND",
     "AUTO_BACKEND_REASON",
-    "BOTH_WAYS",
+    "BIDIRECTIONAL",
     "WORKS_WITH",
     "choose_weights",
     "compute_dtype",
@@ -33,7 +33,7 @@ __all__ = [
 WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
-BOTH_WAYS = (
+BIDIRECTIONAL = (
     "the torch runner supports causal models only, and this one is bidirectional; use "
     "runner='native'"
 )
@@ -64,8 +64,8 @@ def unsupported_reason(model: ModelTraits) -> str | None:
     # Loading the model shows other limits of transformers.
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
-    if attends_both_ways(model.config):
-        return BOTH_WAYS
+    if is_bidirectional(model.config):
+        return BIDIRECTIONAL
     method = _quant_method(model.config)
     if method in NVFP4_METHODS:
         return (

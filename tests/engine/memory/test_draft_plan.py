@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from helpers.models.embedding_models import save_two_way_model
+from helpers.models.embedding_models import save_bidirectional_model
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.onnx.blocks import Form
@@ -288,7 +288,7 @@ DRAFTERS = {
         lambda path: write_onnx(build_tiny_model("llama"), path, Form(concat=True), ConcatDecoder),
         "it is an ONNX file",
     ),
-    "embedding": (lambda path: save_two_way_model(path), "it computes embeddings"),
+    "embedding": (lambda path: save_bidirectional_model(path), "it computes embeddings"),
     "vision": (_vision, "is refused: .*siglip_vision_model"),
     "missing": (lambda path: path, "is refused: there is no model directory"),
 }

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from helpers.gguf.writer import write_gguf
-from helpers.models.embedding_models import DENSE, save_two_way_model
+from helpers.models.embedding_models import DENSE, save_bidirectional_model
 from helpers.models.tiny_checkpoints import EOS_ID
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.raising import assert_raises
@@ -41,7 +41,7 @@ UNCHANGED = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_two_way_model(tmp_path_factory.mktemp("both_ways"))
+    return save_bidirectional_model(tmp_path_factory.mktemp("bidirectional"))
 
 
 def load(path, **options):
@@ -95,7 +95,7 @@ def test_the_reference_backend_gives_the_same_embeddings(model, expected):
 
 def test_head_sizes_below_a_group_of_32_run_layer_by_layer(tmp_path):
     fields = {"head_dim": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
-    path = save_two_way_model(tmp_path, dense=(), **fields)
+    path = save_bidirectional_model(tmp_path, dense=(), **fields)
     torch_model = build_tiny_model(
         "gemma3", use_bidirectional_attention=True, attn_implementation="eager", **fields
     )
@@ -203,7 +203,7 @@ def test_a_model_without_pooling_information_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_same_embeddings(tmp_path, kind):
-    model = save_two_way_model(
+    model = save_bidirectional_model(
         tmp_path / "dir", query_pre_attn_scalar=32
     )  # in GGUF it is the size of the heads
     path = write_gguf(model, tmp_path / "model.gguf", kind=kind, keys={"pooling_type": 1})

@@ -319,9 +319,9 @@ def write_gguf(
         dense: include the matrices after the pooling of a model with bidirectional attention.
     """
     config = _config(model_dir)
-    both_ways = bool(config.get("use_bidirectional_attention"))
+    bidirectional = bool(config.get("use_bidirectional_attention"))
     known = arch_of(config) if is_hybrid(config) else ARCHS[config["model_type"]]
-    arch = MODEL_ARCH.GEMMA_EMBEDDING if both_ways else known
+    arch = MODEL_ARCH.GEMMA_EMBEDDING if bidirectional else known
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=split)
     (write_hybrid_sizes if is_hybrid(config) else write_sizes_of)(writer, config)
     for key, value in (keys or {}).items():
@@ -339,12 +339,12 @@ def write_gguf(
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
     elif tokenizer:
-        _write_tokenizer(writer, model_dir, config["vocab_size"], ends=both_ways)
+        _write_tokenizer(writer, model_dir, config["vocab_size"], ends=bidirectional)
     elif tokenizer is None:
         writer.add_tokenizer_model("none")
         writer.add_vocab_size(config["vocab_size"])
     tensors = {**gguf_tensors(model_dir), **(more or {})}
-    for number in (2, 3) if both_ways and dense else ():
+    for number in (2, 3) if bidirectional and dense else ():
         values = load_file(model_dir / f"{number}_Dense/model.safetensors")["linear.weight"]
         tensors[f"dense_{number}.weight"] = values
         writer.add_dense_features_dims(f"dense_{number}", values.shape[1], values.shape[0])

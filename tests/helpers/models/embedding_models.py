@@ -77,7 +77,7 @@ def _end_texts(directory: Path, begins: bool) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": template}))
 
 
-def save_two_way_model(
+def save_bidirectional_model(
     directory: Path, *, dense: Sequence[int] = DENSE, **overrides: object
 ) -> Path:
     """Save a tiny model of EmbeddingGemma's family: bidirectional attention, mean pooling, and

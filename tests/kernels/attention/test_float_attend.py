@@ -43,9 +43,9 @@ OPTIONS = {
     "all": AttentionOptions(
         0.2, window=530, softcap=6.0, sinks=np.array([3, 2, 1, 0, -1, -2], np.float32)
     ),
-    "both ways": AttentionOptions(0.2, ahead=1 << 30),
-    "both ways, window": AttentionOptions(0.2, window=33, ahead=32),
-    "both ways, wide window": AttentionOptions(0.2, window=520, ahead=519, softcap=3.0),
+    "bidirectional": AttentionOptions(0.2, ahead=1 << 30),
+    "bidirectional, window": AttentionOptions(0.2, window=33, ahead=32),
+    "bidirectional, wide window": AttentionOptions(0.2, window=520, ahead=519, softcap=3.0),
 }
 
 
@@ -241,7 +241,9 @@ def test_blocks_before_the_window_are_not_read(window, dtype, two_threads):
     assert_same_bits(attend(case, pool, case.spans, options, two_threads), expected)
 
 
-@pytest.mark.parametrize("name", ["both ways", "both ways, window", "both ways, wide window"])
+@pytest.mark.parametrize(
+    "name", ["bidirectional", "bidirectional, window", "bidirectional, wide window"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_bidirectional_sequence_is_the_same_in_any_batch(name, dtype, two_threads):
     case = ragged(14, ((1100, 1100), (3, 3), (64, 64), (65, 65), (600, 600)))

@@ -134,13 +134,13 @@ def test_rope_frequencies_equal_transformers(settings):
 def test_a_bidirectional_window_is_centred():
     fields = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 4}
     spec = _spec("gemma3_text", use_bidirectional_attention=True, **fields)
-    assert spec.both_ways
+    assert spec.bidirectional
     assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [
         (257, 256),
         (0, spec.max_context),
     ]
     spec = _spec("gemma3_text", use_bidirectional_attention=False, **fields)
-    assert not spec.both_ways
+    assert not spec.bidirectional
     assert [(layer.window, layer.ahead) for layer in spec.layers[:2]] == [(512, 0), (0, 0)]
 
 

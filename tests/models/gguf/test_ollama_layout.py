@@ -7,7 +7,7 @@ from gguf import GGUFWriter
 
 from helpers.gguf.ollama import OllamaChange, write_ollama_layout
 from helpers.gguf.writer import save_model, write_gguf
-from helpers.models.embedding_models import save_two_way_model
+from helpers.models.embedding_models import save_bidirectional_model
 from helpers.oracles.packed_plan import plan_floats
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
@@ -110,7 +110,9 @@ def test_ollamas_layout_gives_the_hubs_model(name, tmp_path):
 def test_embedding_gemma_gives_the_hubs_vectors(tmp_path):
     """Ollama calls it gemma3. Its pooling and the sizes of its dense layers follow from that."""
     hub = write_gguf(
-        save_two_way_model(tmp_path / "model"), tmp_path / "hub.gguf", keys={"pooling_type": 1}
+        save_bidirectional_model(tmp_path / "model"),
+        tmp_path / "hub.gguf",
+        keys={"pooling_type": 1},
     )
     ollama = write_ollama_layout(
         hub,

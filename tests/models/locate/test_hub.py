@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import constants
 
 from helpers.gguf.writer import write_gguf
-from helpers.models.embedding_models import save_two_way_model
+from helpers.models.embedding_models import save_bidirectional_model
 from helpers.models.fake_hub import fake_hub
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
@@ -71,7 +71,7 @@ def test_all_parts_of_a_split_model_are_downloaded(hub):
 
 
 def test_an_embedding_models_modules_are_downloaded(tmp_path, monkeypatch):
-    source = save_two_way_model(tmp_path / "source")
+    source = save_bidirectional_model(tmp_path / "source")
     files = {
         path.relative_to(source).as_posix(): path.read_bytes()
         for path in source.rglob("*")

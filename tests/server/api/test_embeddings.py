@@ -12,7 +12,7 @@ import pytest
 from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 
-from helpers.models.embedding_models import DENSE, make_embedding_model, save_two_way_model
+from helpers.models.embedding_models import DENSE, make_embedding_model, save_bidirectional_model
 from helpers.models.tiny_checkpoints import VOCAB_SIZE, save_tiny_checkpoint
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form
@@ -148,7 +148,8 @@ def test_ollamas_truncate_cuts_off_the_end_of_long_texts(server, client):
 
 
 @pytest.mark.parametrize(
-    ("save", "num_end"), [(partial(save_tiny_checkpoint, "qwen3"), 0), (save_two_way_model, 1)]
+    ("save", "num_end"),
+    [(partial(save_tiny_checkpoint, "qwen3"), 0), (save_bidirectional_model, 1)],
 )
 def test_ollamas_truncate_cuts_texts_to_a_pool_smaller_than_the_context(tmp_path, save, num_end):
     with (
@@ -265,7 +266,7 @@ def test_an_unknown_model_returns_404(client):
 
 
 def test_a_bidirectional_model_serves_embeddings_only(tmp_path):
-    path = save_two_way_model(tmp_path)
+    path = save_bidirectional_model(tmp_path)
     with (
         CPUPagedEngine.from_pretrained(path, weights="f32") as engine,
         serving(engine) as server,
