@@ -396,7 +396,8 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
         for name, count in sorted(smaller.items(), key=lambda item: item[1])
     ]
     if fit.info.stores_kv:
-        found.append(f"max_cache_bytes or num_blocks: the pool, at most {gb(fit.beside)}")
+        most = gb(fit.left_after_weights)
+        found.append(f"max_cache_bytes or num_blocks: the pool, at most {most}")
         fewer = [str(bits) for bits in (8, 4) if bits < max(config.kv_bits)]
         found += [f"kv_cache_bits={' or '.join(fewer)}: fewer bytes per token"] if fewer else []
     if fit.info.kv_spec.states:

@@ -179,7 +179,7 @@ def build_from_path(
         if dropped:
             _LOG.warning("%s", dropped)
         overhead = fit.overhead
-        pool_bytes = fit.beside
+        pool_bytes = fit.left_after_weights
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)

@@ -47,8 +47,8 @@ FAULTS = (
     fault(
         "sizes the pool beyond what max_memory leaves",
         "engine/memory/process.py",
-        "    return min(beside, rest - _history(rest))\n",
-        "    return beside\n",
+        "    return min(left, rest - _history(rest))\n",
+        "    return left\n",
         "tests/engine/memory/test_process.py",
     ),
     fault(

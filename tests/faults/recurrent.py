@@ -441,8 +441,8 @@ FAULTS = faults(
     (
         "packs weights before it checks the state budget",
         "engine/memory/check.py",
-        "plan_states(config, info, plan_num_blocks(config, info, beside), beside)",
-        "plan_num_blocks(config, info, beside)",
+        "plan_states(config, info, plan_num_blocks(config, info, left), left)",
+        "plan_num_blocks(config, info, left)",
         "tests/engine/memory/test_check.py",
     ),
     (

@@ -14,7 +14,7 @@ from kvboost_edge.engine.memory.draft_plan import DraftPlan, select_with_draft, 
 from kvboost_edge.engine.memory.pool_size import (
     check_weights_fit,
     gb,
-    memory_beside,
+    left_after_weights,
     plan_num_blocks,
     planned_blocks,
     planned_pool_bytes,
@@ -76,7 +76,7 @@ class MemoryCheck:
     Attributes:
         info: The planned runner's description.
         available: Available memory before the weights are loaded.
-        beside: Memory left after the weights are loaded.
+        left_after_weights: Memory left after the weights are loaded.
         pool: The planned KV pool.
         states: The planned recurrent state slots, including rows for draft tokens.
         shortage: A message if memory limits the number of draft tokens, else "".
@@ -89,7 +89,7 @@ class MemoryCheck:
 
     info: RunnerInfo
     available: int
-    beside: int
+    left_after_weights: int
     pool: int
     states: int
     shortage: str
@@ -154,8 +154,8 @@ def plan_fit(
     info = with_draft_model(own, None if draft is None else draft.info)
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
-    beside = memory_beside(available, info.weight_bytes) if is_known else available
-    beside = room_in_process(config, info.weight_bytes, beside, overhead)
+    left = left_after_weights(available, info.weight_bytes) if is_known else available
+    left = room_in_process(config, info.weight_bytes, left, overhead)
     refusal = ""
     pool = 0
     states = None
@@ -170,25 +170,25 @@ def plan_fit(
         # copies double the pool. The torch runner checks the pool after loading, when exact sizes
         # are known.
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:
-            plan_states(config, info, plan_num_blocks(config, info, beside), beside)
+            plan_states(config, info, plan_num_blocks(config, info, left), left)
     except CapacityError as error:
         refusal = f"{error}{_draft_share(draft)}"
         if selected.runner.weights:
             _check_files(checkpoint, selected.runner.weights)
     if info.stores_kv:
-        pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
+        pool = planned_pool_bytes(config, info.kv_spec, info.max_context, left)
         with contextlib.suppress(CapacityError):  # `refusal` has the message already
-            states = planned_states(config, info, beside)
+            states = planned_states(config, info, left)
     state_room = 0 if states is None else state_bytes(info, states)
     shortage = drafts_shortage(config, info, states)
     draft_pool = 0
     if draft is not None:
         draft_block = draft.info.kv_spec.bytes_per_block
-        draft_pool = planned_blocks(config, info.kv_spec, info.max_context, beside) * draft_block
+        draft_pool = planned_blocks(config, info.kv_spec, info.max_context, left) * draft_block
     return MemoryCheck(
         own,
         available,
-        beside,
+        left,
         pool - draft_pool,
         state_room,
         shortage,

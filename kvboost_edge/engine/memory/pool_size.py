@@ -15,8 +15,8 @@ __all__ = [
     "check_weights_fit",
     "gb",
     "least_state_bytes",
+    "left_after_weights",
     "mb_up",
-    "memory_beside",
     "most_sequences",
     "num_open_blocks",
     "plan_num_blocks",
@@ -48,7 +48,7 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
         )
 
 
-def memory_beside(available: int, weight_bytes: int) -> int:
+def left_after_weights(available: int, weight_bytes: int) -> int:
     """Return the memory that is left after loading the weights, in bytes."""
     # The OS counts mapped weights as available. A pool of that size would keep evicting them from
     # the page cache, so subtract them.
@@ -65,7 +65,7 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     Args:
         config: Options of the engine.
         info: The runner's description.
-        available: Memory in bytes after the weights, see `memory_beside`.
+        available: Memory in bytes after the weights, see `left_after_weights`.
 
     Raises:
         CapacityError: The configured size holds no block, or the pool and the runner's copies do
@@ -77,12 +77,12 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     block_bytes = spec.bytes_per_block
     open_bytes = num_open * spec.bytes_per_open_block
     if num_blocks < 1:
-        beside = (
+        addition = (
             f" in addition to {open_bytes} bytes for partly written blocks" if open_bytes else ""
         )
         raise CapacityError(
             f"max_cache_bytes={config.max_cache_bytes} is too small: a block of "
-            f"{spec.block_size} tokens takes {block_bytes} bytes in this model{beside}; raise "
+            f"{spec.block_size} tokens takes {block_bytes} bytes in this model{addition}; raise "
             "max_cache_bytes to at least that"
         )
     pool_bytes = num_blocks * block_bytes + open_bytes

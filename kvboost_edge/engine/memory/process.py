@@ -125,20 +125,20 @@ def pass_bytes(
 
 
 def room_in_process(
-    config: EngineConfig, weight_bytes: int, beside: int, overhead: Overhead | None
+    config: EngineConfig, weight_bytes: int, left: int, overhead: Overhead | None
 ) -> int:
     """Return the memory for the pool and recurrent state, in bytes.
 
     Args:
         config: Options of the engine.
         weight_bytes: Size of the weights.
-        beside: Available memory of the machine after the weights. It is an upper limit.
+        left: Available memory of the machine after the weights. It is an upper limit.
         overhead: Measured overhead, or None without `max_memory`.
     """
     if overhead is None:
-        return beside
+        return left
     rest = max(0, _rest(config, weight_bytes, overhead))
-    return min(beside, rest - _history(rest))
+    return min(left, rest - _history(rest))
 
 
 def most_history_bytes(config: EngineConfig, bound: int | None) -> int:

@@ -19,7 +19,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine import build
 from kvboost_edge.engine.memory.check import format_bytes, packed_place, plan_fit, planned_memory
-from kvboost_edge.engine.memory.pool_size import memory_beside
+from kvboost_edge.engine.memory.pool_size import left_after_weights
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -227,12 +227,12 @@ def test_the_default_pool_is_a_quarter_of_the_remaining_memory(model, monkeypatc
     weights = _fit(model, GB, weights="int4").info.weight_bytes
     available = weights + 4_000_000
     fit = _fit(model, available, weights="int4", max_num_seqs=4)
-    assert memory_beside(available, weights) == fit.beside == 4_000_000
+    assert left_after_weights(available, weights) == fit.left_after_weights == 4_000_000
     assert 500_000 < fit.pool <= 1_000_000
     monkeypatch.setattr(build, "available_on", lambda device: available)
     with CPUPagedEngine.from_pretrained(model, weights="int4", max_num_seqs=4) as engine:
         assert engine.paged_stats()["pool_bytes"] == fit.pool
-    assert memory_beside(weights, available) == 0
+    assert left_after_weights(weights, available) == 0
 
 
 @pytest.mark.parametrize("runner", ["native", "torch"])
