@@ -242,8 +242,9 @@ class PrefetchQueue(Prefetcher):
             return None
         token_ids = list(ids[: (first + len(blocks)) * size])
         table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
-        behind = manager.blocks_for(sequence.num_tokens) - (first + len(blocks) if is_prefix else 0)
-        if not self._has_room(table, first, len(token_ids), spare_blocks - behind):
+        num_covered = first + len(blocks) if is_prefix else 0
+        num_rest = manager.blocks_for(sequence.num_tokens) - num_covered
+        if not self._has_room(table, first, len(token_ids), spare_blocks - num_rest):
             manager.free(table)
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:

@@ -272,14 +272,14 @@ class Tiering(NoTiers):
             if stop < len(load.token_ids):
                 self._loads.finish(load)  # no tier has the rest, so free it for other sequences
 
-    def _take_state(self, load: Prefetch, behind: int, piece: IOChunk) -> None:
+    def _take_state(self, load: Prefetch, num_covered: int, piece: IOChunk) -> None:
         """Handle the last chunk for a hybrid model, which holds its deepest state or nothing."""
         if not self._manager.recurrent.has_room(load.table):
-            behind = 0  # a prefetch of only a state reserved no slot
-        num_blocks = load.num_found - load.num_in_pool + behind
-        if behind:
+            num_covered = 0  # a prefetch of only a state reserved no slot
+        num_blocks = load.num_found - load.num_in_pool + num_covered
+        if num_covered:
             self._states.put(load.table, num_blocks, piece.data)
-        load.cut(max(0, behind - load.num_in_pool) * self._manager.block_size)
+        load.cut(max(0, num_covered - load.num_in_pool) * self._manager.block_size)
         load.end()
         if num_blocks * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # no tier has the rest, so free it for other sequences

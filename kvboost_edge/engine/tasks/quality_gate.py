@@ -236,10 +236,10 @@ class QualityGate:
         if tokenizer.chat_template is not None:
             # The chat template is code from the model's files, so it can raise anything.
             with contextlib.suppress(Exception):
-                before, behind = tokenizer.apply_chat_template(
+                before, after = tokenizer.apply_chat_template(
                     [{"role": "user", "content": _MARK}]
                 ).split(_MARK)
-                return tokenizer.encode(before, False), tokenizer.encode(behind, False)
+                return tokenizer.encode(before, False), tokenizer.encode(after, False)
         return self._documents.header, None
 
     def _measure(self, repair: Repair, material: QualityPrompts) -> Verdict:
