@@ -4,8 +4,7 @@ another.
 
 import pytest
 
-from helpers.server.batch_files import batch_app, jsonl, line
-from helpers.server.live_servers import HeldForward
+from helpers.server.batch_files import batch_app
 
 KEYS = ("first-key", "second-key")
 OTHER = {"x-api-key": KEYS[1]}
@@ -57,25 +56,6 @@ async def test_choices_beyond_a_keys_share_are_refused(limited, path, body):
             assert answer.status_code == 200, answer.text
 
 
-async def test_batches_beyond_a_keys_limit_are_refused(limited, tiny_engine):
-    async with limited(max_batches=1) as client:
-        held = HeldForward(tiny_engine)
-        try:
-            created = await client.create(jsonl([line("a")]))
-            assert created.status_code == 200
-            status, code, message = error_of(await client.create(jsonl([line("b")])))
-            assert (status, code) == (400, "batch_limit")
-            assert "--max-batches" in message
-            client.http.headers["x-api-key"] = KEYS[1]
-            other = await client.create(jsonl([line("c")]))
-            assert other.status_code == 200
-        finally:
-            held.release()
-        await client.ended(other.json()["id"])
-        client.http.headers["x-api-key"] = KEYS[0]
-        await client.ended(created.json()["id"])
-
-
 @pytest.mark.parametrize(
     ("settings", "status", "code", "flag"),
     [
@@ -99,23 +79,3 @@ async def test_files_beyond_a_keys_limit_are_refused(limited, settings, status, 
         assert other.status_code == 200
         await client.http.delete(f"/v1/files/{first.json()['id']}")
         assert (await client.upload(b"b" * 1000)).status_code == 200
-
-
-@pytest.mark.parametrize("limit", ["max_sessions", "max_session_bytes"])
-async def test_sessions_beyond_a_keys_limit_are_refused(limited, tiny_engine, limit):
-    block = tiny_engine.runner_info.kv_spec.bytes_per_block
-    size = tiny_engine.config.block_size
-    settings = {"max_sessions": {limit: 1}, "max_session_bytes": {limit: 3 * block}}[limit]
-    ids = list(range(5, 5 + 2 * size))
-    async with limited(**settings) as client:
-        assert (await post(client, "/v1/sessions", {"name": "a", "tokens": ids})).is_success
-        body = {"name": "b", "tokens": ids[::-1]}
-        status, code, message = error_of(await post(client, "/v1/sessions", body))
-        assert (status, code) == (400, "capacity_exceeded")
-        assert limit in message
-        other = await post(client, "/v1/sessions", body, headers=OTHER)
-        assert other.is_success
-        for headers, name in ((None, "a"), (OTHER, "b")):
-            answer = await client.http.delete(f"/v1/sessions/{name}", headers=headers)
-            assert answer.is_success
-        assert tiny_engine.paged_stats()["pinned_blocks"] == 0

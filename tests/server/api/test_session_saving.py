@@ -215,15 +215,20 @@ async def test_a_client_that_disconnects_while_its_session_is_stored(held_app, t
         assert (await client.delete("/v1/sessions/mine")).json()["blocks_unpinned"] == 3
 
 
-async def test_session_names_and_limits_are_per_key(tiny_engine):
-    options = {"api_keys": KEYS, "max_sessions": 1}
-    app = create_app(tiny_engine, ServerSettings(model_name="tiny", **options))
+@pytest.mark.parametrize("limit", ["max_sessions", "max_session_bytes"])
+async def test_session_names_and_limits_are_per_key(tiny_engine, limit):
     ids = list(range(5, 90))
+    size = len(ids) // tiny_engine.config.block_size
+    size *= tiny_engine.runner_info.kv_spec.bytes_per_block
+    value = {"max_sessions": 1, "max_session_bytes": 2 * size - 1}[limit]
+    options = {"api_keys": KEYS, limit: value}
+    app = create_app(tiny_engine, ServerSettings(model_name="tiny", **options))
     async with app_client(app, KEYS[0]) as first, app_client(app, KEYS[1]) as second:
         assert (await first.post("/v1/sessions", json={"name": "a", "tokens": ids})).is_success
         refused = await first.post("/v1/sessions", json={"name": "b", "tokens": ids})
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "capacity_exceeded")
-        assert "max_sessions=1; delete one, or raise --max-sessions" in refused.text
+        assert f"{limit}={value}; delete" in refused.text
+        assert f"raise --{limit.replace('_', '-')}" in refused.text
         salted = {"name": "b", "tokens": ids, "cache_salt": "s"}
         assert (await first.post("/v1/sessions", json=salted)).status_code == 400
         assert (await second.get("/v1/sessions")).json()["sessions"] == 0

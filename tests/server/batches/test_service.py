@@ -280,7 +280,13 @@ async def test_tenants_see_only_their_own(tiny_engine, tmp_path):
             assert (await client.http.get(path, headers=other)).json()["data"] == []
         refused = await client.create(jsonl([line("b")]))
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "batch_limit")
+        assert "--max-batches" in refused.json()["error"]["message"]
+        client.http.headers.update(other)
+        second = await client.create(jsonl([line("c")]))
+        assert second.status_code == 200
         held.release()
+        assert (await client.ended(second.json()["id"]))["status"] == "completed"
+        client.http.headers.update({"x-api-key": keys[0]})
         assert (await client.ended(batch_id))["status"] == "completed"
 
 
