@@ -111,7 +111,7 @@ _REQUESTS = (
         "server/work/grouping.py",
         'hashlib.sha256((tenant or "").encode() + b"\\0" + first)',
         "hashlib.sha256(first)",
-        "tests/server/work/test_grouping.py",
+        f"{_ADMISSION}::test_the_batch_window_bounds_the_wait",
     ),
     fault(
         "a cancelled waiter in the batch window lets all others through",

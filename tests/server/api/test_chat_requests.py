@@ -74,28 +74,6 @@ def test_zero_tokens_compute_the_prompt_into_the_cache(client, live_server, fiel
     assert told[1].usage.prompt_tokens_details.cached_tokens >= 32
 
 
-def test_developer_messages_and_text_parts(client):
-    parts = [
-        {"role": "developer", "content": [{"type": "text", "text": "Answer in one sentence."}]},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "What grinds"},
-                {"type": "text", "text": "the corn?"},
-            ],
-        },
-    ]
-    plain = [MESSAGES[0], {"role": "user", "content": "What grinds\nthe corn?"}]
-    answers = [
-        client.chat.completions.create(model=MODEL, messages=messages, max_tokens=10, temperature=0)
-        for messages in (parts, plain)
-    ]
-    assert answers[0].choices[0].message == answers[1].choices[0].message
-    assert answers[0].usage is not None
-    assert answers[1].usage is not None
-    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
-
-
 def test_several_choices_at_temperature_0_and_above(client):
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, n=3
@@ -151,29 +129,3 @@ def test_penalties_and_biases(client, live_server):
         MESSAGES, max_new_tokens=12, **{**fields, "logit_bias": {310: -50}}
     )
     assert answer.choices[0].message.content == expected.output_text
-
-
-def test_the_next_turn_hits_the_cached_conversation(client, live_server):
-    messages = [
-        {
-            "role": "user",
-            "content": "Tell me of the year 1893 and of the bridge at the old mill. " * 4,
-        }
-    ]
-    first = client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=24, temperature=0
-    )
-    messages += [
-        {"role": "assistant", "content": first.choices[0].message.content},
-        {"role": "user", "content": "And the year after?"},
-    ]
-    second = client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=4, temperature=0
-    )
-    assert first.usage is not None
-    assert second.usage is not None
-    assert second.usage.prompt_tokens_details is not None
-    cached = second.usage.prompt_tokens_details.cached_tokens
-    block = live_server.engine.config.block_size
-    assert cached is not None
-    assert cached >= first.usage.prompt_tokens // block * block
