@@ -134,6 +134,9 @@ async def test_only_the_marked_prefix_is_pinned(app, speaker, spoken_engine):
     assert pinned(spoken_engine) <= len(LONG) + 16
     spoken_engine.reset_cache()
     assert (await ask(app, system=[block(LONG)]))["usage"]["cache_read_input_tokens"] >= 200 - 16
+    marked = {"messages": [{"role": "system", "content": LONG}], "add_generation_prompt": False}
+    assert (await app.post("/v1/unpin", json=marked)).json()["blocks_unpinned"] > 0
+    assert pinned(spoken_engine) == 0
 
 
 async def test_ttl_of_5m_and_1h_expire_separately(app, speaker, spoken_engine):
