@@ -50,6 +50,20 @@ async def app(spoken_engine):
 
 
 @pytest.fixture
+def submitted(spoken_engine, monkeypatch):
+    """List of the sampling parameters that reached the engine."""
+    found = []
+    submit = spoken_engine.submit
+
+    def recorded(*args, **options):
+        found.append(options["sampling"])
+        return submit(*args, **options)
+
+    monkeypatch.setattr(spoken_engine, "submit", recorded)
+    return found
+
+
+@pytest.fixture
 async def keyed_app(spoken_engine):
     """Client of a server with two API keys, hence two tenants."""
     app = create_app(spoken_engine, ServerSettings(model_name="fake", api_keys=KEYS))

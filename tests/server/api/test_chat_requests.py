@@ -118,14 +118,3 @@ def test_logprobs_with_bytes(client, live_server):
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.content is not None
     assert all(token.top_logprobs == [] for token in plain.choices[0].logprobs.content)
-
-
-def test_penalties_and_biases(client, live_server):
-    fields = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "logit_bias": {"310": -50}}
-    answer = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, **fields
-    )
-    expected = live_server.engine.generate(
-        MESSAGES, max_new_tokens=12, **{**fields, "logit_bias": {310: -50}}
-    )
-    assert answer.choices[0].message.content == expected.output_text

@@ -167,26 +167,6 @@ def test_stop_token_ids_end_the_answer(client, live_server):
     assert by_token.choices[0].text == expected.output_text
 
 
-def test_sampling_fields_reach_the_engine(client, live_server):
-    """Each field changes the output exactly as it does in the engine."""
-    base = {"temperature": 1.2, "seed": 11}
-    fields = [
-        {"top_p": 0.3},
-        {"presence_penalty": 2.0},
-        {"frequency_penalty": 2.0},
-        {"logit_bias": {"300": 100}},
-    ]
-    extra = [{"top_k": 2}, {"min_p": 0.9}, {"repetition_penalty": 50.0}, {"ignore_eos": True}]
-    for field in fields + extra:
-        sent = {"extra_body": field} if field in extra else field
-        answer = client.completions.create(
-            model=MODEL, prompt=PROMPT, max_tokens=16, **base, **sent
-        )
-        for_engine = {"logit_bias": {300: 100}} if "logit_bias" in field else field
-        expected = live_server.engine.generate(PROMPT, max_new_tokens=16, **base, **for_engine)
-        assert answer.choices[0].text == expected.output_text, field
-
-
 def test_an_answer_reports_cached_tokens_timings_and_miss_reason(client, live_server):
     prompt = "A sentence that no other test has, about the number 8141. " * 8
     tokens = len(live_server.engine.tokenizer.encode(prompt))

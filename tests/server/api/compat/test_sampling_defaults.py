@@ -22,20 +22,6 @@ def defaults(request, monkeypatch):
     return chosen
 
 
-@pytest.fixture
-def submitted(spoken_engine, monkeypatch):
-    """List of the sampling parameters that reached the engine."""
-    found = []
-    submit = spoken_engine.submit
-
-    def recorded(*args, **options):
-        found.append(options["sampling"])
-        return submit(*args, **options)
-
-    monkeypatch.setattr(spoken_engine, "submit", recorded)
-    return found
-
-
 def sampled(params: SamplingParams):
     return {
         field.name: getattr(params, field.name) for field in dataclasses.fields(DEFAULT_SAMPLING)
