@@ -184,6 +184,12 @@ async def test_invalid_bodies_are_refused_by_name(tiny_app):
         ("/tokenize", {"content": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ("/v1/warm", {"text": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/v1/warm", {"text": "a", "temperature": 1}, "temperature"),
+        ("/v1/warm", {"text": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        *(
+            ("/v1/warm", {"messages": MESSAGES, name: value}, name)
+            for name, value in (("functions", []), ("unknown", 1), ("chat_template", "x"))
+        ),
         ("/v1/warm", {"text": "a", "pin": 1}, "pin"),
         ("/v1/warm", {"text": "a", "ttl": 5}, "ttl"),
         ("/v1/warm", {"text": "a", "pin": True, "ttl": 0}, "ttl"),
