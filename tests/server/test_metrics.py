@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from helpers.server.live_servers import ADMIN_KEY, KEYS, serving, wait_until
+from helpers.server.live_servers import serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "grafana" / "kvboost-edge.json"
@@ -48,9 +48,9 @@ def server(demo_engine):
         yield server
 
 
-def scrape(server, **options):
+def scrape(server):
     """Return {(name, labels as sorted pairs): value}."""
-    with server.client(**options) as client:
+    with server.client() as client:
         answer = client.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -225,15 +225,6 @@ def test_counters_only_rise(server):
     counters = {key for key in before if key[0].endswith(("_total", "_bucket", "_count", "_sum"))}
     assert counters <= set(after)
     assert all(after[key] >= before[key] for key in counters)
-
-
-def test_metrics_need_a_key_if_keys_are_set(keyed_server):
-    with keyed_server.client(headers={}) as client:
-        assert client.get("/metrics").status_code == 401
-    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    assert scrape(keyed_server, headers=admin)
-    with keyed_server.client(headers=admin) as client:
-        assert not any(key in client.get("/metrics").text for key in (*KEYS, ADMIN_KEY))
 
 
 def test_each_server_has_its_own_counters(server, demo_engine):

@@ -13,7 +13,7 @@ import pytest
 from helpers.server.live_servers import KEYS, raw_answer, serving, wait_until
 from kvboost_edge.server.http import lingering_close
 
-LARGE = 50_000_000
+LARGE = 16_000_000  # more than the buffers of a connection hold
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 KEY = b"Authorization: Bearer " + KEYS[0].encode() + b"\r\n"
 
@@ -107,10 +107,10 @@ def test_expect_100_continue_gets_the_error_before_the_body(server):
         sock.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 401")
     with server.connect() as sock:
-        sock.sendall(expects + b"Connection: close\r\nContent-Length: 14\r\n\r\n")
+        sock.sendall(expects + b"Connection: close\r\nContent-Length: 32\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 100")
-        sock.sendall(b'{"prompt": []}')
-        assert raw_answer(sock).startswith(b"HTTP/1.1 400")
+        sock.sendall(b'{"prompt": "a", "max_tokens": 1}')
+        assert raw_answer(sock).startswith(b"HTTP/1.1 200")
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Expect: the-best\r\nContent-Length: 50000000\r\n\r\n")
         answer = raw_answer(sock)
@@ -164,6 +164,6 @@ def test_a_refused_connection_reads_the_reason(demo_engine):
         assert first.recv(65536).startswith(b"HTTP/1.1 200")
         with contextlib.ExitStack() as stack:
             second, third = (stack.enter_context(server.connect()) for _ in range(2))
-            second.sendall(HEAD + b"Content-Length: 50000000\r\n\r\n" + b"x" * LARGE)
+            second.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % LARGE + b"x" * LARGE)
             assert raw_answer(second).startswith(b"HTTP/1.1 503")
             assert raw_answer(third).startswith(b"HTTP/1.1 503")

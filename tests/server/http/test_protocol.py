@@ -136,19 +136,6 @@ def test_a_half_closed_incomplete_request_is_closed_at_once(live_server, rest):
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-def test_expect_100_continue_is_answered(live_server):
-    with live_server.connect() as sock:
-        sock.sendall(
-            b"POST /tokenize HTTP/1.1\r\n"
-            + HOST
-            + CLOSE
-            + b"Content-Type: application/json\r\nContent-Length: 15\r\nExpect: 100-continue\r\n\r\n"
-        )
-        assert sock.recv(1000).startswith(b"HTTP/1.1 100")
-        sock.sendall(b'{"prompt": "a"}')
-        assert raw_answer(sock).startswith(b"HTTP/1.1 200")
-
-
 @pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/"])
 def test_head_has_no_body(live_server, path):
     answer = ask(live_server, b"HEAD " + path + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
