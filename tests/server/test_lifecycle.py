@@ -69,22 +69,6 @@ def test_a_stream_is_cut_off_after_the_drain_time(demo_engine):
             assert "shutting_down" in "\n".join(lines)
 
 
-@pytest.mark.full
-def test_a_second_sigterm_exits_at_once():
-    """A second SIGINT from a terminal has the same effect."""
-    with running() as server, httpx.Client(base_url=server.url(), timeout=60) as client:
-        body = {**TEXT, "max_tokens": 2000, "n": 64}  # some seconds of work
-        with client.stream("POST", "/v1/completions", json=body) as stream:
-            lines = stream.iter_lines()  # while it is held, the client stays
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            wait_until(
-                lambda: any('"draining"' in line for line in server.lines), "the drain to begin", 60
-            )
-            server.process.send_signal(signal.SIGTERM)
-            assert server.end() == 128 + signal.SIGTERM
-
-
 @contextlib.contextmanager
 def in_a_terminal(*flags):
     """Start a server that logs to a terminal; yield its process and the pieces of its output."""

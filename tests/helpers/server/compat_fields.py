@@ -100,6 +100,10 @@ _OF_BOTH = [
         "speculative.n_max",
         "kvboost.max_draft_tokens are both given",
     ),
+    *(
+        ({"prompt_cache_retention": value}, "prompt_cache_retention", "'24h'")
+        for value in ("1h", "24H", "", 24, True)
+    ),
     # Parameters of other servers, refused with a hint at what to use here.
     ({"typical_p": 0}, "typical_p", "greater than 0"),
     ({"mirostat": 1}, "mirostat", "use 2"),
@@ -185,7 +189,6 @@ REFUSED: dict[str, list[Any]] = {
         *several("chat_template_kwargs", *({name: 1} for name in _TEMPLATE_NAMES)),
         *several("chat_template_kwargs", *({"a": value} for value in _TEMPLATE_VALUES)),
         *several("chat_template_kwargs", {f"name_{number}": 1 for number in range(65)}),
-        *several("prompt_cache_retention", "1h", "24H", "", 24, True),
         ({"model": "\udfff"}, "model"),
         *several("cache_salt", "\udfff", "", "x" * 257),
         *several(
@@ -304,7 +307,6 @@ REFUSED: dict[str, list[Any]] = {
         *several("echo", "yes"),
         *several("stream_options", {"include_usage": True}),
         *(({name: value}, name) for name in _LABELS for value in ("x" * 1025, "\ud800", 1)),
-        *several("prompt_cache_retention", "1h"),
     ],
     MESSAGES: [
         *_PROGRESS,

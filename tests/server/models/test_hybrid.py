@@ -11,7 +11,7 @@ import pytest
 
 from helpers.engine.fake_hybrid import hybrid_parts
 from helpers.models.tiny_models import save_tiny_model
-from helpers.server.cache_miss_cases import app_of, complete
+from helpers.server.cache_miss_cases import COMPLETIONS, EXPLAIN, app_of, complete
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.report import MemoryReport
@@ -45,44 +45,32 @@ def test_recurrent_states_count_in_a_models_memory(hybrid):
 
 async def test_a_missing_state_is_the_miss_cause_once(hybrid):
     """The second prompt diverges where no snapshot exists and has the cause "state". The third one
-    finds a snapshot there.
+    finds a snapshot there. Matched and restored tokens are reported separately.
     """
-    head = "A beginning that both prompts have, longer than some blocks of the pool are. "
-    async with app_of(hybrid) as app:
-        first = await complete(
-            app, head + "One goes on with these words, and with more of them. " * 2
-        )
-        second = await complete(app, head + "Two, however, does with others. ")
-        third = await complete(app, head + "Three has its own. ")
-        shown = (await app.get("/v1/requests")).json()["data"]
-        metrics = (await app.get("/metrics")).text
-    assert first["cause"] == "first_seen"
-    assert (second["cause"], second["hit_tokens"]["pool"]) == ("state", 0)
-    whole = second["position"]
-    assert whole == len(head) // 16 * 16
-    assert (third["cause"], third["hit_tokens"]["pool"]) == ("changed_text", whole)
-    assert [one["cause"] for one in shown] == ["changed_text", "state", "first_seen"]
-    assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
-
-
-async def test_matched_and_restored_tokens_are_reported_separately(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     found = []
     async with app_of(hybrid) as app:
         for tail in (
-            "One goes on with these words, and with more of them. ",
-            "Two does not. ",
+            "One goes on with these words, and with more of them. " * 2,
+            "Two, however, does with others. ",
             "Three has its own. ",
         ):
-            answer = (
-                await app.post("/v1/completions", json={"prompt": head + tail, "max_tokens": 2})
-            ).json()
+            body = {"prompt": head + tail, "max_tokens": 2, **EXPLAIN}
+            answer = (await app.post(COMPLETIONS, json=body)).json()
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            found.append(
-                (answer["kvboost"]["matched_tokens"], cached, answer["kvboost"]["miss_reason"])
-            )
+            ours = answer["kvboost"]
+            assert ours["miss_reason"] == ours["cache"]["cause"]
+            assert ours["cache"]["hit_tokens"]["pool"] == cached
+            found.append((ours["matched_tokens"], cached, ours["miss_reason"]))
+            if tail.startswith("Two"):
+                position = ours["cache"]["position"]
+        shown = (await app.get("/v1/requests")).json()["data"]
+        metrics = (await app.get("/metrics")).text
     whole = len(head) // 16 * 16
     assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "changed_text")]
+    assert position == whole
+    assert [one["cause"] for one in shown] == ["changed_text", "state", "first_seen"]
+    assert 'kvboost:prompt_causes_total{cause="state",model_name="fake"} 1.0' in metrics
 
 
 async def test_state_slots_and_snapshots_are_reported(hybrid):

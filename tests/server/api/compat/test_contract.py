@@ -564,27 +564,46 @@ async def test_an_error_after_the_first_token_ends_the_stream(app, speaker, path
     assert app.engine.paged_stats()["used_blocks"] == 0
 
 
-HOSTILE = {
-    "deep": lambda body: body.replace('"hello"', "[" * 100_000),
-    "not UTF-8": lambda body: body.replace("hello", "\udcff"),
-    "a surrogate": lambda body: body.replace("hello", "\\ud800"),
-    "NaN": lambda body: body[:-1] + ', "x": NaN}',
-    "a list": lambda body: f"[{body}]",
-    "many values": lambda body: body.replace('"hello"', "[" + "[]," * 300_000 + "1]"),
-    "no end": lambda body: body[:-1],
-    "nothing": lambda body: "",
-}
+def half_utf_16(body):
+    return body.encode("utf-16")[:-2].decode(errors="surrogateescape")
+
+
+# Name, error code in OpenAI's format ("" for any), and the change to a valid body.
+HOSTILE = [
+    ("deep", "invalid_json", lambda body: body.replace('"hello"', "[" * 100_000)),
+    ("not UTF-8", "invalid_json", lambda body: body.replace("hello", "\udcff")),
+    ("half UTF-16", "invalid_json", half_utf_16),
+    ("a surrogate", "", lambda body: body.replace("hello", "\\ud800")),
+    ("NaN", "", lambda body: body[:-1] + ', "x": NaN}'),
+    ("a list", "", lambda body: f"[{body}]"),
+    (
+        "many lists",
+        "request_too_large",
+        lambda body: body.replace('"hello"', "[" + "[]," * 300_000 + "1]"),
+    ),
+    (
+        "many numbers",
+        "request_too_large",
+        lambda body: body.replace('"hello"', "[" + "1," * 2**20 + "1]"),
+    ),
+    ("no end", "invalid_json", lambda body: body[:-1]),
+    ("a part of a word", "invalid_json", lambda body: "nul"),
+    ("nothing", "", lambda body: ""),
+]
 
 
 @pytest.mark.parametrize("path", TEXTS)
 async def test_hostile_bodies_are_refused(app, path):
-    for name, make in HOSTILE.items():
+    for name, code, make in HOSTILE:
         body = make(json.dumps(asked(path, "hello")))
         answer = await app.post(path, content=body.encode(errors="surrogateescape"))
         assert (answer.status_code, len(error_text(path, answer.content)) < 400) == (400, True), (
             name,
             answer.text,
         )
+        error = answer.json()["error"]
+        if code and "param" in error:
+            assert error["code"] == code, (name, answer.text)
 
 
 @pytest.mark.parametrize("path", CALLING)
