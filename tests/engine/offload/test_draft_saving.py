@@ -7,10 +7,16 @@ The right draft model reads its own pool, so its tokens are all accepted only if
 import logging
 import random
 
-import numpy as np
 import pytest
 
-from helpers.engine.draft_models import DRAFT_KINDS, MTP, draft_runner, drafting_bench
+from helpers.engine.draft_models import (
+    DRAFT_KINDS,
+    MTP,
+    assert_all_accepted,
+    draft_runner,
+    drafting_bench,
+    prompt,
+)
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.model_kinds import PLAIN
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -28,10 +34,6 @@ from kvboost_edge.tiers.redis.tier import RedisTier
 SIZE = 16
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 PLAIN_TERMS = {"max_draft_tokens": 0}
-
-
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 250, length).tolist()
 
 
 def first_turn(tier, kind, drafts="right"):
@@ -58,11 +60,6 @@ def draft_records(tier, blocks):
     stored.
     """
     return {key: value for key, value in tier.blocks.items() if key not in blocks}
-
-
-def assert_all_accepted(bench):
-    speculation = bench.scheduler.speculation
-    assert speculation.num_accepted == speculation.num_drafted > 0
 
 
 def restored(bench):

@@ -10,7 +10,14 @@ import random
 import numpy as np
 import pytest
 
-from helpers.engine.draft_models import ASSISTANT, MTP, draft_runner, drafting_bench, models_of
+from helpers.engine.draft_models import (
+    ASSISTANT,
+    MTP,
+    draft_runner,
+    drafting_bench,
+    models_of,
+    prompt,
+)
 from helpers.engine.fake_runner import EOS_ID, VOCAB_SIZE, fake_tokenizer
 from helpers.engine.model_kinds import PLAIN
 from kvboost_edge.engine.grammar import masks
@@ -29,10 +36,6 @@ def masks_are_cheap(monkeypatch):
     """Count all masks as cheap, so that no test depends on time."""
     monkeypatch.setattr(masks, "_CHEAP_SECONDS", 1.0)
     monkeypatch.setattr(masks, "_SLOW_SECONDS", 1.0)
-
-
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 250, length).tolist()
 
 
 def answers(bench, grammar=WORDS, seeds=range(4), **terms):

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from helpers.engine.draft_models import (
+    ASSISTANT,
     DRAFT_KINDS,
     MTP,
+    assert_all_accepted,
     draft_runner,
     drafting_bench,
     fake_drafter,
     models_of,
+    prompt,
 )
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from helpers.engine.model_kinds import PLAIN
@@ -28,16 +31,6 @@ from kvboost_edge.reuse.recompute import Repair
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
-
-
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 250, length).tolist()
-
-
-def assert_all_accepted(bench):
-    speculation = bench.scheduler.speculation
-    assert models_of(bench).is_on
-    assert speculation.num_accepted == speculation.num_drafted > 0
 
 
 @pytest.mark.parametrize("drafts", DRAFT_KINDS)
@@ -124,14 +117,14 @@ def test_copy_on_write_copies_draft_kv():
     assert draft_runner(bench).computed - before <= 8 + 30
 
 
-@pytest.mark.parametrize("drafts", DRAFT_KINDS)
+@pytest.mark.parametrize("drafts", [*DRAFT_KINDS, MTP, ASSISTANT])
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.full) for seed in range(4)]
 )
 @pytest.mark.some(4)
 def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
     """Requests are preempted, cancelled and evicted, and share prefixes. The tokens stay the same,
-    and those of the right draft model are all accepted.
+    and those of the right draft model and of the assistant are all accepted.
     """
     rng = random.Random(seed)
     bench = drafting_bench(
@@ -145,13 +138,15 @@ def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
     handles = []
     doomed = []
     for number in range(12):
-        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31)), "always_drafts": True}
+        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31)), "always_drafts": rng.random() < 0.8}
         token_ids = prompt(number % 3, 40)[: rng.randrange(1, 41)]
         handles.append(
             bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2])
         )
         if rng.random() < 0.2:
             doomed.append(handles[-1])
+            if rng.random() < 0.5:
+                handles[-1].cancel()
         for _ in range(rng.randrange(12)):
             bench.step()
     for handle in doomed:
@@ -161,8 +156,12 @@ def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
         assert bench.answer(handle).finish_reason == "length" or handle in doomed
     assert bench.manager.free_block_count == bench.manager.num_blocks
     assert models_of(bench).is_on
-    if drafts == "right":
+    if drafts in (MTP, ASSISTANT):
+        assert bench.scheduler.speculation.num_accepted > 20
+    if drafts in ("right", ASSISTANT):
         assert_all_accepted(bench)
+    if drafts == ASSISTANT:
+        assert draft_runner(bench).unknown == 0
 
 
 def test_rejected_tokens_leave_no_kv_that_later_drafts_read(kind):

@@ -1,11 +1,17 @@
 """An MTP head as the drafter over the fake runner, whose states name the token that they belong to."""
 
-import random
-
 import numpy as np
 import pytest
 
-from helpers.engine.draft_models import ASSISTANT, MTP, draft_runner, drafting_bench, models_of
+from helpers.engine.draft_models import (
+    ASSISTANT,
+    MTP,
+    assert_all_accepted,
+    draft_runner,
+    drafting_bench,
+    models_of,
+    prompt,
+)
 from helpers.engine.model_kinds import ModelKind
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.spec_decode.draft_chances import DraftChances
@@ -13,16 +19,6 @@ from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
-
-
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 250, length).tolist()
-
-
-def assert_all_accepted(bench):
-    speculation = bench.scheduler.speculation
-    assert models_of(bench).is_on
-    assert speculation.num_accepted == speculation.num_drafted > 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 40, 150])
@@ -203,36 +199,6 @@ def test_kv_that_no_later_request_needs_is_not_filled(kind, drafts, mode, terms)
     bench.submit(prompt(1, 150), 0, mode, terms=terms)
     bench.run()
     assert draft_runner(bench).computed == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.some(3)
-def test_concurrent_requests_in_a_small_pool(kind, seed):
-    rng = random.Random(seed)
-    bench = drafting_bench(
-        kind,
-        MTP,
-        rng.choice((8, 12, 64)),
-        max_num_seqs=rng.choice((2, 5)),
-        max_batch_tokens=rng.choice((3, 17, 64)),
-    )
-    handles = []
-    for number in range(12):
-        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31)), "always_drafts": rng.random() < 0.8}
-        token_ids = prompt(number % 3, 40)[: rng.randrange(1, 41)]
-        handles.append(
-            bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2])
-        )
-        if rng.random() < 0.2:
-            handles[-1].cancel()
-        for _ in range(rng.randrange(12)):
-            bench.step()
-    bench.run()
-    for handle in handles:
-        bench.answer(handle)
-    assert bench.manager.free_block_count == bench.manager.num_blocks
-    assert models_of(bench).is_on
-    assert bench.scheduler.speculation.num_accepted > 20
 
 
 def test_states_wait_while_nothing_is_drafted(kind, monkeypatch):

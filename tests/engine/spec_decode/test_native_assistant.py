@@ -2,15 +2,19 @@
 probabilities and the KV of published blocks are equal to the bit to those without an assistant.
 """
 
-import random
-
 import numpy as np
 import pytest
 import torch
 
-from helpers.engine.draft_models import with_typical_times, without_lookup
+from helpers.engine.draft_models import prompt, with_typical_times, without_lookup
 from helpers.engine.hand_io_thread import DictTier
-from helpers.engine.native_bench import ALL_BITS, ROOT, Machine, NativeBench
+from helpers.engine.native_bench import (
+    ALL_BITS,
+    Machine,
+    NativeBench,
+    overlapping_answers,
+    recorded_drafts,
+)
 from helpers.models.assistants import TARGETS, build_assistant, lends_kv, save_pair
 from helpers.models.tensor_files import change_tensors, tensors_of
 from helpers.models.tiny_models import build_tiny_model
@@ -35,10 +39,6 @@ def assistant_bench(machine, path, *, bits=(16, 16), num_blocks=64, max_num_seqs
     without_lookup(bench)
     with_typical_times(bench)
     return bench
-
-
-def token_ids(seed, count):
-    return np.random.default_rng(seed).integers(0, 250, count).tolist()
 
 
 class Reference:
@@ -74,24 +74,6 @@ class Reference:
         return found
 
 
-def recorded(bench):
-    """A list that receives the known tokens and the draft of each sequence that drafts."""
-    speculation = bench.scheduler.speculation
-    complete = speculation.complete
-    found = []
-
-    def spy(work, copies, is_ending):
-        complete(work, copies, is_ending)
-        for one in work:
-            if one.num_drafted:
-                found.append(
-                    (list(one.sequence.token_ids), list(one.token_ids[-one.num_drafted :]))
-                )
-
-    speculation.complete = spy
-    return found
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_drafted_tokens_equal_those_of_transformers(name, tmp_path):
     window = {"sliding_window": 200}
@@ -99,10 +81,10 @@ def test_drafted_tokens_equal_those_of_transformers(name, tmp_path):
     machine = Machine(path, "f32")
     reference = Reference(name, **window)
     bench = assistant_bench(machine, own, max_batch_tokens=40)
-    prompt = token_ids(1, 79)
-    drafts = recorded(bench)
+    text = prompt(1, 79)
+    drafts = recorded_drafts(bench)
     # The second one has a cached prefix.
-    for tokens in (prompt, [*prompt[:70], 7, 8, 9]):
+    for tokens in (text, [*text[:70], 7, 8, 9]):
         drafts.clear()
         bench.generate(tokens, GREEDY, **DRAFTS)
         assert len(drafts) > 5
@@ -147,7 +129,7 @@ def test_a_perfect_assistant_is_accepted(tmp_path):
     bench = assistant_bench(machine, own)
     sampled = SamplingParams(max_new_tokens=40, temperature=1.1, top_p=0.9, seed=3)
     for params in (GREEDY, sampled):
-        answer = bench.generate(token_ids(1, 20), params, **DRAFTS)
+        answer = bench.generate(prompt(1, 20), params, **DRAFTS)
         assert answer.accepted_tokens == answer.drafted_tokens > 10
     assert answer.drafts["mtp"].accepted_by_position[2] > 3
     machine.close()
@@ -161,37 +143,14 @@ def pair(request, tmp_path_factory):
     machine.close()
 
 
-def answers(bench, seed, steps_between=4, **fields):
-    """The results of some requests that overlap, and the KV of all published blocks by hash."""
-    rng = random.Random(seed)
-    stem = [rng.randrange(250) for _ in range(70)]
-    handles = []
-    for number in range(6):
-        drawn = {"temperature": 1.1, "top_p": 0.95, "seed": number} if number % 2 else {}
-        params = SamplingParams(max_new_tokens=30, logprobs=2, **({"temperature": 0.0} | drawn))
-        handles.append(bench.submit([*stem[: rng.randrange(1, 71)], number], params, **fields))
-        for _ in range(steps_between):
-            bench.step()
-            bench.io_thread.pump(1)
-    bench.run()
-    bench.assert_clean()
-    blocks = bench.manager.content.under(ROOT)
-    kv = bench.backend.read_blocks(blocks)
-    hashes = bench.manager.content.hashes(blocks)
-    return (
-        [(one.output_token_ids, one.logprobs) for one in (handle.result(0) for handle in handles)],
-        {key: row.tobytes() for key, row in zip(hashes, kv, strict=True)},
-    )
-
-
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 @pytest.mark.some(3)
 def test_answers_and_published_kv_equal_those_without_the_assistant(pair, bits):
     machine, own = pair
-    expected, kv = answers(NativeBench(machine, bits=bits), 0)
+    expected, kv = overlapping_answers(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
     bench = assistant_bench(machine, own, bits=bits)
-    found, found_kv = answers(bench, 0, **DRAFTS)
+    found, found_kv = overlapping_answers(bench, 0, **DRAFTS)
     assert found == expected
     assert found_kv == kv
     speculation = bench.scheduler.speculation
@@ -204,11 +163,11 @@ def test_answers_and_published_kv_equal_those_without_the_assistant(pair, bits):
 def test_answers_equal_those_without_the_assistant_after_preemptions(pair, bits):
     machine, own = pair
     for seed in range(2):
-        expected, _ = answers(NativeBench(machine, bits=bits), seed, 0)
+        expected, _ = overlapping_answers(NativeBench(machine, bits=bits), seed, 0)
         bench = assistant_bench(
             machine, own, bits=bits, num_blocks=9, max_num_seqs=6, max_batch_tokens=20
         )
-        found, _ = answers(bench, seed, 0, **DRAFTS)
+        found, _ = overlapping_answers(bench, seed, 0, **DRAFTS)
         assert found == expected
         assert bench.scheduler.num_preemptions > 0
         assert bench.scheduler.speculation._models.is_on
@@ -220,14 +179,14 @@ def test_answers_equal_those_without_the_assistant_after_preemptions(pair, bits)
 def test_drafts_follow_blocks_restored_from_a_tier(pair, bits):
     """An assistant stores nothing on a tier, and drafts after blocks from there as after others."""
     machine, own = pair
-    expected, _ = answers(NativeBench(machine, bits=bits), 0)
+    expected, _ = overlapping_answers(NativeBench(machine, bits=bits), 0)
     tier = DictTier()
     plain = DictTier()
-    answers(NativeBench(machine, bits=bits, tiers=[plain]), 0)
+    overlapping_answers(NativeBench(machine, bits=bits, tiers=[plain]), 0)
     counts = []
     for _ in range(2):
         bench = assistant_bench(machine, own, bits=bits, tiers=[tier])
-        found, _ = answers(bench, 0, **DRAFTS)
+        found, _ = overlapping_answers(bench, 0, **DRAFTS)
         assert found == expected
         assert bench.scheduler.speculation._models.is_on
         counts.append(bench.scheduler.speculation.counts["mtp"].num_drafts)
@@ -241,7 +200,7 @@ def test_few_hidden_states_are_kept(pair):
     bench = assistant_bench(machine, own)
     params = SamplingParams(max_new_tokens=300, temperature=0.0)
     for fields, most in ((DRAFTS, 135), ({"max_draft_tokens": 3}, 40)):
-        handle = bench.submit(token_ids(3, 32), params, **fields)
+        handle = bench.submit(prompt(3, 32), params, **fields)
         sizes = []
         while bench.step():
             for sequence in bench.scheduler.running:
@@ -254,7 +213,7 @@ def test_no_draft_follows_a_full_block_of_a_quantized_pool(pair):
     machine, own = pair
     for bits, count in (((16, 16), 1), ((8, 8), 0)):
         bench = assistant_bench(machine, own, bits=bits)
-        drafts = recorded(bench)
+        drafts = recorded_drafts(bench)
         params = SamplingParams(max_new_tokens=3, temperature=0.0)
-        bench.generate(token_ids(3, 32), params, **DRAFTS)
+        bench.generate(prompt(3, 32), params, **DRAFTS)
         assert [len(tokens) for tokens, _ in drafts].count(33) == count

@@ -4,13 +4,17 @@ The drafts equal those of the float64 reference. Answers, log probabilities and 
 blocks are equal to the bit to those without the head.
 """
 
-import random
-
 import numpy as np
 import pytest
 
-from helpers.engine.draft_models import with_typical_times, without_lookup
-from helpers.engine.native_bench import ALL_BITS, ROOT, Machine, NativeBench
+from helpers.engine.draft_models import prompt, with_typical_times, without_lookup
+from helpers.engine.native_bench import (
+    ALL_BITS,
+    Machine,
+    NativeBench,
+    overlapping_answers,
+    recorded_drafts,
+)
 from helpers.engine.native_kinds import STATES
 from helpers.models.mtp_heads import save_with_head
 from helpers.models.tensor_files import change_tensors, tensors_of
@@ -39,10 +43,6 @@ def head_bench(machine, *, num_blocks=NUM_BLOCKS, bits=(16, 16), short=0, **opti
     return bench
 
 
-def token_ids(seed, count):
-    return np.random.default_rng(seed).integers(0, 250, count).tolist()
-
-
 class Reference:
     """Drafts computed by the float64 reference."""
 
@@ -65,45 +65,27 @@ class Reference:
         return ids[len(ids) - count :]
 
 
-def recorded(bench):
-    """Return a list that collects the known tokens and the draft of each sequence that drafts."""
-    speculation = bench.scheduler.speculation
-    complete = speculation.complete
-    found = []
-
-    def spy(work, copies, is_ending):
-        complete(work, copies, is_ending)
-        for one in work:
-            if one.num_drafted:
-                found.append(
-                    (list(one.sequence.token_ids), list(one.token_ids[-one.num_drafted :]))
-                )
-
-    speculation.complete = spy
-    return found
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafted_tokens_equal_the_reference(family, tmp_path):
     path = save_with_head(family, tmp_path)
     machine = machine_of(path, "f32", family)
     reference = Reference(path)
     bench = head_bench(machine, max_batch_tokens=50)
-    prompt = token_ids(1, 75)
-    drafts = recorded(bench)
-    bench.generate(prompt, SHORT, **DRAFTS)
+    text = prompt(1, 75)
+    drafts = recorded_drafts(bench)
+    bench.generate(text, SHORT, **DRAFTS)
     assert len(drafts) > 5
     for tokens, drafted in drafts:
         assert drafted == reference.draft(tokens, len(drafted))
     # A prefix that another request computed, with KV of the head. The state at its end is unknown.
     drafts.clear()
-    result = bench.generate([*prompt[:70], 7, 8, 9], SHORT, **DRAFTS)
+    result = bench.generate([*text[:70], 7, 8, 9], SHORT, **DRAFTS)
     assert result.cached_tokens == 64
     assert len(drafts) > 5
     expected = [_after_hit(reference, tokens, len(drafted), 64) for tokens, drafted in drafts]
     assert [drafted for _, drafted in drafts] == expected
     # The same without KV of the head: it sees the tokens after the prefix.
-    other = token_ids(2, 64)
+    other = prompt(2, 64)
     bench.generate(other, GREEDY)
     drafts.clear()
     result = bench.generate([*other, 7, 8, 9], SHORT, **DRAFTS)
@@ -149,11 +131,11 @@ def test_a_perfect_head_is_accepted(tmp_path):
     path = without_layers(save_with_head("qwen3_5_text", tmp_path))
     machine = machine_of(path, "f32", "qwen3_5_text")
     bench = head_bench(machine)
-    answer = bench.generate(token_ids(1, 20), GREEDY, **DRAFTS)
+    answer = bench.generate(prompt(1, 20), GREEDY, **DRAFTS)
     assert answer.accepted_tokens == answer.drafted_tokens > 10
     assert answer.drafts["mtp"].accepted_by_position[2] > 3
     sampled = SamplingParams(max_new_tokens=40, temperature=1.1, top_p=0.9, seed=3)
-    answer = bench.generate(token_ids(1, 20), sampled, **DRAFTS)
+    answer = bench.generate(prompt(1, 20), sampled, **DRAFTS)
     assert answer.accepted_tokens == answer.drafted_tokens > 10
     machine.close()
 
@@ -166,37 +148,15 @@ def machine(request, tmp_path_factory):
     made.close()
 
 
-def answers(bench, seed, steps_between=4, **fields):
-    """Run overlapping requests. Return their results and the KV of all published blocks by hash."""
-    rng = random.Random(seed)
-    stem = [rng.randrange(250) for _ in range(70)]
-    handles = []
-    for number in range(6):
-        drawn = {"temperature": 1.1, "top_p": 0.95, "seed": number} if number % 2 else {}
-        params = SamplingParams(max_new_tokens=30, logprobs=2, **({"temperature": 0.0} | drawn))
-        handles.append(bench.submit([*stem[: rng.randrange(1, 71)], number], params, **fields))
-        for _ in range(steps_between):
-            bench.step()
-    bench.run()
-    bench.assert_clean()
-    blocks = bench.manager.content.under(ROOT)
-    kv = bench.backend.read_blocks(blocks)
-    hashes = bench.manager.content.hashes(blocks)
-    return (
-        [(one.output_token_ids, one.logprobs) for one in (handle.result(0) for handle in handles)],
-        {key: row.tobytes() for key, row in zip(hashes, kv, strict=True)},
-    )
-
-
 @pytest.mark.parametrize("bits", ALL_BITS, ids=str)
 @pytest.mark.some(3)
 def test_answers_and_published_kv_equal_those_without_the_head(machine, bits, monkeypatch):
     monkeypatch.setattr(model_drafts, "_MOST_RARE", 128)
-    expected, kv = answers(NativeBench(machine, bits=bits), 0)
+    expected, kv = overlapping_answers(NativeBench(machine, bits=bits), 0)
     assert len(kv) > 10
     for short in (0, 150):
         bench = head_bench(machine, bits=bits, short=short)
-        found, found_kv = answers(bench, 0, **DRAFTS)
+        found, found_kv = overlapping_answers(bench, 0, **DRAFTS)
         assert found == expected
         assert found_kv == kv
         speculation = bench.scheduler.speculation
@@ -211,8 +171,8 @@ def test_drafts_from_a_short_vocabulary_equal_the_reference(tmp_path, monkeypatc
     machine = machine_of(path, "f32", "qwen3_5_text")
     reference = Reference(path)
     bench = head_bench(machine, short=150)
-    drafts = recorded(bench)
-    bench.generate(token_ids(1, 40), GREEDY, **DRAFTS)
+    drafts = recorded_drafts(bench)
+    bench.generate(prompt(1, 40), GREEDY, **DRAFTS)
     assert len(drafts) > 5
     every = [reference.draft(tokens, len(drafted)) for tokens, drafted in drafts]
     reference.matrix = reference.matrix[:150]
@@ -225,9 +185,9 @@ def test_drafts_from_a_short_vocabulary_equal_the_reference(tmp_path, monkeypatc
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.some(2)
 def test_answers_equal_those_without_the_head_after_preemptions(machine, seed):
-    expected, _ = answers(NativeBench(machine), seed, 0)
+    expected, _ = overlapping_answers(NativeBench(machine), seed, 0)
     bench = head_bench(machine, num_blocks=9, max_num_seqs=6, max_batch_tokens=20)
-    found, _ = answers(bench, seed, 0, **DRAFTS)
+    found, _ = overlapping_answers(bench, seed, 0, **DRAFTS)
     assert found == expected
     assert bench.scheduler.num_preemptions > 0
     assert bench.scheduler.speculation._models.is_on

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from helpers.engine.draft_models import prompt
 from helpers.engine.fake_runner import VOCAB_SIZE
 from helpers.engine.hostile_drafts import KINDS, CutDrafter, HostileDrafter, draft_in_turn
 from helpers.engine.model_kinds import PLAIN
@@ -26,10 +27,6 @@ def drafting(kind, drafts=KINDS, *, closes_blocks=False, **options):
     bench = draft_in_turn(kind.bench(**options), drafts)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     return bench
-
-
-def prompt(seed, length):
-    return np.random.default_rng(seed).integers(0, 250, length).tolist()
 
 
 @pytest.mark.parametrize("drafts", KINDS)

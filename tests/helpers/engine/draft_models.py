@@ -23,6 +23,7 @@ from helpers.engine.fake_runner import (
 )
 from helpers.engine.model_kinds import PLAIN, ModelKind
 from helpers.engine.native_bench import NativeBench
+from helpers.random_ids import random_ids
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
@@ -255,6 +256,18 @@ def without_lookup(bench: Bench | NativeBench) -> None:
         return made
 
     speculation.prompt_lookup = drafter
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Draw a prompt."""
+    return random_ids(length, seed, 0, 250)
+
+
+def assert_all_accepted(bench: Bench, least: int = 1) -> None:
+    """Assert that drafting is on, and that all of at least `least` draft tokens were accepted."""
+    speculation = bench.scheduler.speculation
+    assert models_of(bench).is_on
+    assert speculation.num_accepted == speculation.num_drafted >= least
 
 
 def models_of(bench: Bench) -> ModelDrafts:

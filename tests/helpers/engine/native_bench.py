@@ -5,6 +5,7 @@ each prompt alone.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,54 @@ class NativeBench:
         assert self.manager.used_block_count == 0
         self.manager.check_invariants([])
         assert not self.core._live
+
+
+def recorded_drafts(bench: NativeBench) -> list[tuple[list[int], list[int]]]:
+    """Return a list that collects the known tokens and the draft of each sequence that drafts."""
+    speculation = bench.scheduler.speculation
+    complete = speculation.complete
+    found = []
+
+    def spy(work: Any, copies: Any, is_ending: Any) -> None:
+        complete(work, copies, is_ending)
+        for one in work:
+            if one.num_drafted:
+                found.append(
+                    (list(one.sequence.token_ids), list(one.token_ids[-one.num_drafted :]))
+                )
+
+    speculation.complete = spy
+    return found
+
+
+def overlapping_answers(
+    bench: NativeBench, seed: int, steps_between: int = 4, *, longest: int = 70, **fields: Any
+) -> tuple[list[Any], dict[bytes, bytes]]:
+    """Run six requests that overlap and share beginnings of at most `longest` tokens.
+
+    Returns:
+        Tokens and log probabilities of each request, and the KV of all published blocks by hash.
+    """
+    rng = random.Random(seed)
+    stem = [rng.randrange(250) for _ in range(longest)]
+    handles = []
+    for number in range(6):
+        drawn = {"temperature": 1.1, "top_p": 0.95, "seed": number} if number % 2 else {}
+        params = SamplingParams(max_new_tokens=30, logprobs=2, **({"temperature": 0.0} | drawn))
+        prompt = [*stem[: rng.randrange(1, longest + 1)], number]
+        handles.append(bench.submit(prompt, params, **fields))
+        for _ in range(steps_between):
+            bench.step()
+            bench.io_thread.pump(1)
+    bench.run()
+    bench.assert_clean()
+    blocks = bench.manager.content.under(ROOT)
+    kv = bench.backend.read_blocks(blocks)
+    hashes = bench.manager.content.hashes(blocks)
+    return (
+        [(one.output_token_ids, one.logprobs) for one in (handle.result(0) for handle in handles)],
+        {key: row.tobytes() for key, row in zip(hashes, kv, strict=True)},
+    )
 
 
 class Cold:
