@@ -41,6 +41,7 @@ def refusal(printed):
     ("extra", "named"),
     [
         (["-s", "temperature=hot"], "temperature='hot' must be a number"),
+        (["-s", "temperature=-1"], "temperature=-1"),
         (["-s", "tempratur=1"], "unknown sampling option 'tempratur'"),
         (["-n", "-1"], "max_new_tokens=-1"),
         (["-s", "priority=high"], "priority='high'"),

@@ -300,19 +300,6 @@ def test_invalid_values_exit_with_2_and_one_line(argv, words, capsys):
     assert words in error
 
 
-@pytest.mark.parametrize(
-    "argv", [["--no-such"], ["--port", "many"], ["--log-level", "loud"], ["extra"], ["--mod", "x"]]
-)
-def test_wrong_usage_exits_with_2(argv, capsys):
-    for command in (lambda: main(argv), lambda: run(["serve", *argv])):
-        try:
-            code = command()
-        except SystemExit as stop:
-            code = stop.code
-        assert code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
 def help_of(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
