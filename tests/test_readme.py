@@ -45,7 +45,6 @@ SNIPPETS = {
     for name in (
         "README.md",
         "docs/python.md",
-        "docs/lmcache.md",
         "docs/structured.md",
         *GUIDES,
     )

@@ -101,31 +101,40 @@ def test_the_smaller_of_two_pool_sizes_applies(caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "options",
     [
-        ("recompute_strategy", "selective"),
-        ("recompute_strategy", kvboost_edge.RecomputeStrategy.CACHEBLEND),
-        ("recompute_strategy", "none"),
-        ("recompute_overlap", 16),
-        ("recompute_ratio", 0.15),
-        ("chunk_size", 128),
-        ("kv_cache_bits", None),
-        ("kv_cache_bits", 16),
-        ("kv_cache_bits", 8),
-        ("kv_cache_bits", 4),
-        ("device", "cpu"),
-        ("device", None),
-        ("chunk_boundary_window", 16),
-        ("overlap_k", 16),
-        ("sink_tokens", 32),
-        ("disk_cache_dir", None),
-        ("recency_window_chunks", 8),
-        ("max_chunks", 16),
+        {
+            "recompute_strategy": "selective",
+            "recompute_overlap": 16,
+            "kv_cache_bits": None,
+            "device": "cpu",
+        },
+        {
+            "recompute_strategy": kvboost_edge.RecomputeStrategy.CACHEBLEND,
+            "recompute_ratio": 0.15,
+            "kv_cache_bits": 16,
+            "device": None,
+        },
+        {
+            "recompute_strategy": "none",
+            "chunk_size": 128,
+            "chunk_boundary_window": 16,
+            "kv_cache_bits": 8,
+            "disk_cache_dir": None,
+        },
+        {
+            "overlap_k": 16,
+            "sink_tokens": 32,
+            "recency_window_chunks": 8,
+            "max_chunks": 16,
+            "kv_cache_bits": 4,
+        },
     ],
+    ids=lambda options: "-".join(options),
 )
-def test_from_pretrained_accepts_kvboosts_options(name, value):
-    with KVBoost.from_pretrained(DEMO, num_blocks=32, **{name: value}) as engine:
-        assert getattr(engine.config, name) == value
+def test_from_pretrained_accepts_kvboosts_options(options):
+    with KVBoost.from_pretrained(DEMO, num_blocks=32, **options) as engine:
+        assert {name: getattr(engine.config, name) for name in options} == options
         assert engine.generate(QUESTION, max_new_tokens=2, ignore_eos=True).generated_tokens == 2
 
 
