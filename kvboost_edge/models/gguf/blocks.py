@@ -45,7 +45,7 @@ from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.weight_formats import E2M1
 from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.nvfp4_parts import HALF_SCALES
-from kvboost_edge.models.weights.weight_source import QuantRows
+from kvboost_edge.models.weights.weight_source import QuantRows, from_bfloat16
 
 __all__ = [
     "BLOCKS",
@@ -650,7 +650,7 @@ BLOCKS: dict[str, BlockFormat] = {
         None,
         True,
         (),
-        lambda b: (b.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32),
+        lambda b: from_bfloat16(b.view("<u2")),
     ),
     "Q4_0": BlockFormat(
         32, 18, "int4", True, (0,), _q4_0, lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None)

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.source import architecture_of
 from kvboost_edge.models.weights.dense_folders import Matrices, check_dense
+from kvboost_edge.models.weights.file_bytes import read_bytes
 
 __all__ = ["gguf_dense"]
 
@@ -42,14 +42,7 @@ def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
 
 def _read(header: GgufHeader, name: str) -> Floats:
     tensor = header.tensors[name]
-    data = np.empty(tensor.stop - tensor.start, dtype=np.uint8)
-    try:
-        with open(header.path_of(tensor), "rb", buffering=0) as file:
-            done = FileAt(file).read_into(data.data, tensor.start)
-    except OSError as error:
-        raise ModelFormatError(f"{header.path} cannot be read: {error}") from error
-    if done < len(data):
-        raise ModelFormatError(f"{header.path} ends inside tensor {name!r}")
+    data = read_bytes(header.path_of(tensor), tensor.start, tensor.stop)
     return np.asarray(
         dequantize(tensor.type, data.reshape(tensor.shape[0], -1)), np.float32
     ).reshape(tensor.shape)

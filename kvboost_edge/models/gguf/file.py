@@ -27,6 +27,7 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.models.gguf.blocks import BLOCKS, EARLY_TYPES, TYPE_NAMES, refusal
+from kvboost_edge.models.weights.file_bytes import read_bytes
 
 __all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
@@ -170,18 +171,8 @@ class GgufHeader:
             raise ModelFormatError(
                 f"{self.path}: key {key!r} must be an array of strings, {_described(found)}"
             )
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(found.start)
-                data = file.read(found.stop - found.start)
-        except OSError as error:
-            raise ModelFormatError(f"{self.path} cannot be read: {error}") from error
-        if len(data) != found.stop - found.start:
-            raise ModelFormatError(
-                f"{self.path} was truncated while it was being read; load it again when it is "
-                "complete"
-            )
-        return _decoded(self.path, key, data, found.length)
+        data = read_bytes(self.path, found.start, found.stop)
+        return _decoded(self.path, key, data.tobytes(), found.length)
 
     def value(self, key: str, *kinds: type) -> Any:
         """Return the value of a key, or None if it is missing.

@@ -24,6 +24,7 @@ from kvboost_edge.models.gguf.source import (
     architecture_of,
     is_mtp_file,
 )
+from kvboost_edge.models.weights.file_bytes import read_bytes
 
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
@@ -434,14 +435,9 @@ def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | No
             f"{header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 "
             f"({count},)"
         )
-    try:
-        with open(header.path_of(tensor), "rb") as file:
-            file.seek(tensor.start)
-            data = np.frombuffer(file.read(tensor.stop - tensor.start), np.uint8)
-    except OSError as error:
-        raise ModelFormatError(f"{header.path} cannot be read: {error}") from error
+    data = read_bytes(header.path_of(tensor), tensor.start, tensor.stop)
     values = dequantize("F32", data.reshape(1, -1))[0]
-    if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
+    if not (np.isfinite(values) & (values > 0)).all():
         raise ModelFormatError(
             f"{header.path}: tensor {name!r} holds values that are not positive numbers"
         )

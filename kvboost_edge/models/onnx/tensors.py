@@ -13,7 +13,6 @@ The weights are weight[n, k] = scale * (code - zero).
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,8 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import DTYPE_BITS, OnnxTensor
+from kvboost_edge.models.weights.file_bytes import read_bytes
+from kvboost_edge.models.weights.weight_source import from_bfloat16
 
 __all__ = [
     "BLOCK_SIZES",
@@ -166,35 +167,20 @@ def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
             f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype} {tensor.shape}, expected up "
             f"to {limit} numbers"
         )
-    return as_float32(tensor.dtype, _bytes(tensor.path, tensor.start, tensor.stop)).reshape(
-        tensor.shape
-    )
+    data = read_bytes(tensor.path, tensor.start, tensor.stop)
+    return as_float32(tensor.dtype, data).reshape(tensor.shape)
 
 
-def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+def as_float32(dtype: str, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     """Convert bytes to numbers. Float types become float32, and integers keep their type."""
-    stored = np.frombuffer(data, dtype=_STORED[dtype])
+    stored = data.view(_STORED[dtype])
     if dtype == "BF16":
-        return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return from_bfloat16(stored)
     return stored.astype(np.float32) if dtype in FLOATS else stored
 
 
 def read_rows(tensor: OnnxTensor, start: int, stop: int) -> Floats:
     """Return rows [start, stop) of a two-dimensional float tensor."""
     width = tensor.shape[1] * DTYPE_BITS[tensor.dtype] // 8
-    data = _bytes(tensor.path, tensor.start + start * width, tensor.start + stop * width)
+    data = read_bytes(tensor.path, tensor.start + start * width, tensor.start + stop * width)
     return as_float32(tensor.dtype, data).reshape(stop - start, tensor.shape[1])
-
-
-def _bytes(path: Path, start: int, stop: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read(stop - start)
-    except OSError as error:
-        raise ModelFormatError(f"{path} cannot be read: {error}") from error
-    if len(data) != stop - start:
-        raise ModelFormatError(
-            f"{path} was truncated while it was being read; load it again when it is complete"
-        )
-    return data

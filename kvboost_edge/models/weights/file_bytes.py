@@ -20,7 +20,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import FileStamp
 
-__all__ = ["FileBytes", "check_stamped", "open_stamped"]
+__all__ = ["FileBytes", "check_stamped", "open_stamped", "read_bytes"]
 
 
 class FileBytes:
@@ -75,6 +75,18 @@ class FileBytes:
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_bytes(path: Path, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Return bytes [start, stop) of a file.
+
+    Raises:
+        ModelFormatError: the file cannot be read, or is shorter.
+    """
+    data = np.empty(stop - start, dtype=np.uint8)
+    with contextlib.closing(FileBytes(path)) as file:
+        file.read_into(data, start)
+    return data
 
 
 def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:

@@ -16,7 +16,7 @@ from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.modalities import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
 from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
-from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows
+from kvboost_edge.models.weights.weight_source import QuantRows, StoredRows, from_bfloat16
 
 __all__ = ["SafetensorsSource"]
 
@@ -102,7 +102,7 @@ class SafetensorsSource:
         stored = np.empty((stop - start) * width, dtype=_DTYPES[entry.dtype])
         file.read_into(stored, entry.start + start * width * stored.itemsize)
         if entry.dtype == "BF16":
-            values = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            values = from_bfloat16(stored)
         else:
             values = stored.astype(np.float32, copy=False)
         return values.reshape(stop - start, *entry.shape[1:])
@@ -113,7 +113,7 @@ class SafetensorsSource:
         stored = np.empty(1, dtype=_DTYPES[entry.dtype])
         file.read_into(stored, entry.start)
         if entry.dtype == "BF16":
-            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            stored = from_bfloat16(stored)
         return float(stored[0])
 
     def kind(self, name: str) -> str | None:

@@ -18,9 +18,21 @@ import numpy.typing as npt
 
 from kvboost_edge.host.file_memo import FileStamp
 
-__all__ = ["QuantRows", "StoredRows", "WeightSource", "WeightSummary", "WrappedSource"]
+__all__ = [
+    "QuantRows",
+    "StoredRows",
+    "WeightSource",
+    "WeightSummary",
+    "WrappedSource",
+    "from_bfloat16",
+]
 
 Floats = npt.NDArray[np.float32]
+
+
+def from_bfloat16(bits: npt.NDArray[np.uint16]) -> Floats:
+    """Convert the bits of bfloat16 numbers exactly to float32."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class QuantRows(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.file_bytes import FileBytes
+from kvboost_edge.models.weights.file_bytes import FileBytes, read_bytes
 
 
 @pytest.mark.parametrize("has_preadv", [True, False])
@@ -44,3 +44,11 @@ def test_a_truncated_file_is_named(tmp_path):
     file.close()
     with pytest.raises(ModelFormatError, match="cannot be read"):
         FileBytes(tmp_path / "none")
+
+
+def test_a_range_is_read(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(100)))
+    assert read_bytes(path, 10, 14).tobytes() == bytes([10, 11, 12, 13])
+    with pytest.raises(ModelFormatError, match="weights was truncated while it was being read"):
+        read_bytes(path, 90, 101)
