@@ -18,6 +18,7 @@ from kvboost_edge.models.families.fields import number_of, positive, size_of
 from kvboost_edge.models.families.registry import FAMILIES
 
 __all__ = [
+    "MULTIPLIERS",
     "GenerationDefaults",
     "context_length",
     "generation_defaults",
@@ -30,14 +31,14 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# If one of these numbers is damaged, every result is wrong, with any runner.
-_MULTIPLIERS = (
+MULTIPLIERS = (
     "attention_multiplier",
     "embedding_multiplier",
     "residual_multiplier",
     "logits_scaling",
 )
-_NUMBERS = {"rms_norm_eps": (0.0, 1.0), **dict.fromkeys(_MULTIPLIERS, (1e-6, 1e6))}
+# If one of these numbers is damaged, every result is wrong, with any runner.
+_NUMBERS = {"rms_norm_eps": (0.0, 1.0), **dict.fromkeys(MULTIPLIERS, (1e-6, 1e6))}
 _CONTEXT_KEYS = (
     "max_position_embeddings",
     "n_positions",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import is_bidirectional, pinned_context
-from kvboost_edge.models.config.json_readers import context_length
+from kvboost_edge.models.config.json_readers import MULTIPLIERS, context_length
 from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
@@ -346,16 +346,12 @@ def _activation(config: Config, family: Family) -> str:
 
 
 def _multipliers(config: Config, family: Family) -> dict[str, float]:
-    names = (
-        "attention_multiplier",
-        "embedding_multiplier",
-        "residual_multiplier",
-        "logits_scaling",
-    )
     if not family.multipliers:
         return {}
     found = {
-        name: number_of(config, name, 1e-6, 1e6) for name in names if config.get(name) is not None
+        name: number_of(config, name, 1e-6, 1e6)
+        for name in MULTIPLIERS
+        if config.get(name) is not None
     }
     return {"attention_multiplier": 1.0, **found}
 

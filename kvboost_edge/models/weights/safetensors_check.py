@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,7 @@ def check_weights(
         if entry.name.endswith(scales):
             continue  # not a parameter
         each = _BITNET_ROWS if is_bitnet and _packing(entry) == _WHOLE else None
-        count = _count(entry.shape) * (each or _PACKED.get(_packing(entry), 1))
+        count = math.prod(entry.shape) * (each or _PACKED.get(_packing(entry), 1))
         dtypes[entry.dtype] = dtypes.get(entry.dtype, 0) + count
     nbytes = sum(entry.stop - entry.start for _, entry in entries.values())
     return WeightSummary(tuple(files), sum(dtypes.values()), nbytes, dtypes)
@@ -275,7 +276,7 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
         raise ModelFormatError(f"{path}: tensor {name!r} has invalid shape {shape!r}")
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ModelFormatError(f"{path}: tensor {name!r} has invalid data_offsets {offsets!r}")
-    bits = _count(shape) * DTYPE_BITS[dtype]
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != 8 * (offsets[1] - offsets[0]):
         raise ModelFormatError(
             f"{path}: tensor {name!r} of shape {tuple(shape)} and dtype {dtype} takes {bits // 8} "
@@ -288,13 +289,6 @@ def _sizes(value: Any) -> bool:
     if not isinstance(value, list) or len(value) > 32:
         return False
     return all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value)
-
-
-def _count(shape: tuple[int, ...] | list[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -358,9 +352,9 @@ def _damage(path: Path, entry: TensorEntry, *, is_nvfp4: bool) -> str:
         what = "negative or NaN scales"
         index = first_bad_scale(path, entry.start, entry.stop)
     if index is not None:
-        return f"holds {what} (first at element {index} of {_count(entry.shape)})"
+        return f"holds {what} (first at element {index} of {math.prod(entry.shape)})"
     divides = next((FACTORS[end] for end in FACTORS if entry.name.endswith(end)), None)
-    if is_nvfp4 and divides is not None and entry.dtype == "F32" and _count(entry.shape) == 1:
+    if is_nvfp4 and divides is not None and entry.dtype == "F32" and math.prod(entry.shape) == 1:
         stored = float(np.fromfile(path, "<f4", 1, offset=entry.start)[0])
         if weight_factor(stored, divides=divides) is None:
             return f"is {stored:g}, expected a positive number that keeps weights finite"
