@@ -96,7 +96,7 @@ POINTS = [
     (StopChecker, "push"),
     (StopChecker, "flush"),
     ("kvboost_edge.engine.schedule.output", "token_logprobs"),
-    ("kvboost_edge.engine.sampling", "uniform"),
+    ("kvboost_edge.engine.samplers.sampling", "uniform"),
 ]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from faults.fault import fault
 
-_SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random_schedules.py")
+_SAMPLING = (
+    "tests/engine/samplers/test_sampling.py",
+    "tests/engine/schedule/test_random_schedules.py",
+)
 _SPARSE_PREFILL = ("tests/engine/test_sparse_prefill.py",)
 
 FAULTS = (
@@ -230,7 +233,7 @@ FAULTS = (
     ),
     fault(
         "ignores temperature",
-        "engine/sampling.py",
+        "engine/samplers/sampling.py",
         "/ temperature)",
         "/ 1.0)",
         *_SAMPLING,
@@ -251,7 +254,7 @@ FAULTS = (
     ),
     fault(
         "top_p keeps one token too many",
-        "engine/sampling.py",
+        "engine/samplers/sampling.py",
         'side="left")) + 1',
         'side="left")) + 2',
         *_SAMPLING,

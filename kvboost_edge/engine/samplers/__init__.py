@@ -1,1 +1,1 @@
-"""Samplers beyond temperature, top_k, top_p and min_p, applied in any order."""
+"""Samplers: the choice of the next token from logits, in the usual order of steps or any other."""

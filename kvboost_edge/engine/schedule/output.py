@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.request.results import TokenLogprobs
-from kvboost_edge.engine.sampling import token_logprobs
+from kvboost_edge.engine.samplers.sampling import token_logprobs
 from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.line_limits import LineLimits

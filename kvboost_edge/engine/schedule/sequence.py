@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.request.results import GenerationResult, MissReason
-from kvboost_edge.engine.sampling import make_sampler
+from kvboost_edge.engine.samplers.sampling import make_sampler
 from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.engine.schedule.output import OutputText, PhaseMarks, TokenScores
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.sampling import Sampler, make_sampler
+from kvboost_edge.engine.samplers.sampling import Sampler, make_sampler
 from kvboost_edge.engine.schedule.feature import Lookahead
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens

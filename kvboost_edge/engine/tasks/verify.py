@@ -20,7 +20,7 @@ from kvboost_edge.engine.request.prompts import Prompt, encode_prompt
 from kvboost_edge.engine.request.request import SamplingParams, check_mode
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, PromptCheck
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.sampling import sampling_distribution
+from kvboost_edge.engine.samplers.sampling import sampling_distribution
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.quality_verdict import compare

@@ -11,7 +11,7 @@ from kvboost_edge.engine.request.sampler_order import DEFAULT_ORDER, SAMPLER_LET
 from kvboost_edge.engine.request.words import RequestWords
 from kvboost_edge.engine.samplers.chain import Mirostat
 from kvboost_edge.engine.samplers.numbers import XTC_STREAM, uniform
-from kvboost_edge.engine.sampling import make_sampler, sampling_distribution
+from kvboost_edge.engine.samplers.sampling import make_sampler, sampling_distribution
 from kvboost_edge.errors import RequestError
 
 VOCAB = 3000

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.words import Breakers, RequestWords
 from kvboost_edge.engine.samplers.repetition import make_bad_words, make_dry, repeat_lengths
-from kvboost_edge.engine.sampling import make_sampler, sampling_distribution
+from kvboost_edge.engine.samplers.sampling import make_sampler, sampling_distribution
 
 VOCAB = 16
 

@@ -15,8 +15,8 @@ from helpers.engine.model_kinds import PLAIN, ModelKind
 from helpers.pairwise import each_once
 from kvboost_edge.engine.request.request import RequestInputs, SamplingParams
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.samplers.sampling import make_sampler
 from kvboost_edge.engine.samplers.vocabulary import WordFields
-from kvboost_edge.engine.sampling import make_sampler
 
 COUNT = 40
 STOP = frozenset({EOS_ID, 7, 8})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.engine.sampling import (
+from kvboost_edge.engine.samplers.sampling import (
     make_sampler,
     sampling_distribution,
     token_logprobs,

@@ -1,9 +1,9 @@
 """Sampling of the next token from logits, using NumPy only.
 
 Only enabled steps run. Their order is penalties, DRY, logit bias, forbidden tokens, temperature,
-top_k, top_p, min_p and the draw. Other samplers run in a chain, see `samplers/chain.py`. Ties are
-broken by token id. Each random number comes from Philox keyed by (seed, position), so it depends on
-neither the batch nor preemption.
+top_k, top_p, min_p and the draw. Other samplers run in a chain, see `chain.py`. Ties are broken by
+token id. Each random number comes from Philox keyed by (seed, position), so it depends on neither
+the batch nor preemption.
 """
 
 from __future__ import annotations
