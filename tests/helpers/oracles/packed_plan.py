@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.experts import Routing, route_rows
+from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
@@ -36,6 +38,17 @@ def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
     with checkpoint.open_source() as source:
         check_tensors(plan, source)
         return spec, _floats(plan, source)
+
+
+def packed_floats(model: Path, weights: str) -> tuple[ModelSpec, dict[str, Doubles]]:
+    """Return what `plan_floats` does, with each matrix as the weight format represents it."""
+    spec, found = plan_floats(model)
+    for entry in pack_plan(spec, weights):
+        if entry.kind not in (VECTOR, "f32"):
+            packed = pack_rows(found[entry.name].astype(np.float32), entry.kind)
+            rows = unpack_rows(packed, entry.rows, entry.inputs, entry.kind)
+            found[entry.name] = rows.astype(np.float64)
+    return spec, found
 
 
 def mtp_floats(model: Path) -> tuple[MtpSpec, dict[str, Doubles]]:

@@ -15,13 +15,10 @@ from helpers.models.tiny_models import (
     save_nested_model,
     save_tiny_model,
 )
-from helpers.oracles.packed_plan import hybrid_logits, plan_floats
+from helpers.oracles.packed_plan import hybrid_logits, packed_floats, plan_floats
 from helpers.oracles.transformers_logits import assert_native_equals
 from helpers.random_ids import random_ids
 from helpers.runners.logits import native_logits
-from kvboost_edge.kernels.linear.weights import pack_rows
-from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.packed.pack_plan import VECTOR, pack_plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -67,17 +64,9 @@ def test_integer_weights_are_close_to_the_packed_weights_model(name, tmp_path):
     quantized weights.
     """
     model = save_tiny_model(name, tmp_path)
-    spec, weights = plan_floats(model)
-    exact = hybrid_logits(spec, weights, PROMPT)
-    for entry in pack_plan(spec, "int4"):
-        if entry.kind not in (VECTOR, "f32"):
-            packed = pack_rows(weights[entry.name].astype(np.float32), entry.kind)
-            weights[entry.name] = unpack_rows(packed, entry.rows, entry.inputs, entry.kind).astype(
-                np.float64
-            )
     found = native_logits(model, "int4", PROMPT)
-    near = distance(found, hybrid_logits(spec, weights, PROMPT))
-    far = distance(found, exact)
+    near = distance(found, hybrid_logits(*packed_floats(model, "int4"), PROMPT))
+    far = distance(found, hybrid_logits(*plan_floats(model), PROMPT))
     assert near < 0.2
     assert near < far / 3
 
