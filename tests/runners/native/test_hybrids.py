@@ -9,6 +9,7 @@ from helpers.distance import distance
 from helpers.gguf.hybrids import HYBRID_FAMILIES
 from helpers.gguf.writer import save_model, write_gguf
 from helpers.models.hybrid_models import HYBRID_NESTED, HYBRIDS
+from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_models import (
     build_nested_model,
     build_tiny_model,
@@ -19,6 +20,7 @@ from helpers.oracles.packed_plan import hybrid_logits, packed_floats, plan_float
 from helpers.oracles.transformers_logits import assert_native_equals
 from helpers.random_ids import random_ids
 from helpers.runners.logits import native_logits
+from kvboost_edge.models.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -35,11 +37,21 @@ def test_hybrid_models_equal_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
 def test_nested_hybrid_models_equal_transformers(name, tmp_path, caplog):
+    """The vision part and the layers that draft tokens are reported and not used."""
+    save_nested_model(name, tmp_path)
+    ahead = {
+        f"mtp.{part}.weight": np.ones((4, 4), np.float32)
+        for part in ("fc", "norm", "layers.0.self_attn.q_proj")
+    }
+    change_tensors(tmp_path, ahead)
     with caplog.at_level("INFO", "kvboost_edge"):
-        assert_native_equals(build_nested_model(name), save_nested_model(name, tmp_path))
-    assert (
-        f"text only; tensors of {'multi_modal' if name == 'lfm2_vl' else 'visual'}" in caplog.text
-    )
+        assert_native_equals(build_nested_model(name), tmp_path)
+    vision = {"vision_tower", "multi_modal_projector"} if name == "lfm2_vl" else {"visual"}
+    parts = Checkpoint.open(tmp_path).other_parts
+    assert parts.keys() == vision | {"mtp"}
+    assert parts["mtp"] == 3
+    (line,) = [each for each in caplog.messages if "text only; tensors of" in each]
+    assert all(f"{part} ({parts[part]})" in line for part in vision)
 
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
