@@ -9,12 +9,10 @@ from helpers.kernels.paged_cases import (
     make_case,
     num_blocks_for,
     poisoned_pool,
-    random_rows,
 )
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
-from kvboost_edge.kernels.attention.storage import merge_state
 from kvboost_edge.kernels.reference import attention as reference
 
 Span = tuple[int, int, int]  # sequence, first position, position after the last
@@ -290,44 +288,6 @@ def test_bidirectional_attention_refuses_segments():
         )
 
 
-def test_future_tokens_are_not_read():
-    case = ragged(11, ((100, 200),))
-    options = AttentionOptions(0.2)
-    expected = attend(case, filled_pool(case), case.spans, options)
-    for changed in (150, 170, 199):
-        for rows in (case.keys, case.values):
-            rows[0][changed:] = random_rows(
-                np.random.default_rng(changed), *rows[0][changed:].shape
-            )
-        got = attend(case, filled_pool(case), case.spans, options)
-        assert_same_bits(
-            tuple(part[: changed - 100] for part in got),
-            tuple(part[: changed - 100] for part in expected),
-        )
-        assert (got[0][changed - 100 :] != expected[0][changed - 100 :]).all(axis=(1, 2)).all()
-        expected = got
-
-
-def test_parts_over_disjoint_keys_merge_to_the_whole():
-    """A decode row over the first 37 blocks, merged with the same row over the rest, equals the row
-    over all blocks.
-    """
-    case = ragged(12, ((1, 1000),))
-    pool = filled_pool(case)
-    options = AttentionOptions(0.2)
-    cut = 37
-    whole = attend(case, pool, case.spans, options)
-    query = case.queries[0][-1:]
-    parts = []
-    for table, length in (
-        (case.tables[:, :cut], cut * 16),
-        (case.tables[:, cut:], 1000 - cut * 16),
-    ):
-        batch = PagedBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table)
-        parts.append(paged_attention(query, pool, batch, options))
-    assert_close(merge_state(*parts[0], *parts[1]), whole)
-
-
 def test_sinks_of_minus_infinity_have_no_effect():
     case = ragged(13, ((4, 90),))
     none = AttentionOptions(0.2, sinks=np.full(6, -np.inf, np.float32))
@@ -368,18 +328,6 @@ def test_far_lower_scores_underflow_to_zero_weight():
     out, lse = attend(case, filled_pool(case), case.spans, AttentionOptions(1.0))
     np.testing.assert_array_equal(out[0], np.repeat(case.values[0][7], 3, axis=0))
     np.testing.assert_array_equal(lse, np.zeros((1, 6)))
-
-
-def test_a_workspace_serves_calls_of_any_size(two_threads):
-    options = AttentionOptions(0.2)
-    for seed, dim, lengths in (
-        (16, 16, ((1, 20),)),
-        (17, 96, ((200, 900), (1, 2000))),
-        (18, 16, ((1, 20),)),
-    ):
-        case = ragged(seed, lengths, dim=dim)
-        got = attend(case, filled_pool(case), case.spans, options, two_threads)
-        assert_close(got, case.expected(case.spans, options, "float32"))
 
 
 def test_mismatched_queries_are_refused():

@@ -81,16 +81,6 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
         assert plan.num_splits == 0
 
 
-def test_the_plan_skips_partitions_before_the_window():
-    batch = PagedBatch(
-        np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32)
-    )
-    items = plan_work(batch, 1, 1, 100, 4).items
-    assert [
-        (item.first_partition, item.end_partition) for item in (Item(*row) for row in items)
-    ] == [(9, 10)]
-
-
 @pytest.mark.parametrize("window", [0, 1, 64, 100, 512, 513, 1000])
 @pytest.mark.parametrize("new", [1, 3])
 def test_decode_steps_share_plans(window, new):
