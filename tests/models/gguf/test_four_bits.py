@@ -1,6 +1,4 @@
-"""Whole models in Q4_K_M, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, IQ1 to IQ3 and formats of fewer bits,
-including widths that are not multiples of 256.
-"""
+"""Whole models in the quantized formats of GGUF, including widths that are not multiples of 256."""
 
 import logging
 
@@ -15,7 +13,7 @@ from helpers.oracles.bit_cases import logits_in_any_pass
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.gguf.blocks import BLOCKS
+from kvboost_edge.models.gguf.blocks import BLOCKS, quant_rows_of
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.pack_plan import plan_bytes
@@ -95,7 +93,13 @@ CASES = {
     "IQ2_XS": (_iq2_xs, WIDE),
     "IQ3_XXS": ("IQ3_XXS", WIDE),
     "IQ3_S": ("IQ3_S", WIDE),
+    "Q4_0": ("Q4_0", WIDE),
+    "Q4_1": ("Q4_1", WIDE),
+    "Q5_0": ("Q5_0", WIDE),
+    "Q5_1": ("Q5_1", WIDE),
+    "Q8_0": ("Q8_0", WIDE),
     "Q4_K_M": (q4_k_m, WIDE),
+    "Q5_K": ("Q5_K", WIDE),
     "NVFP4": ("NVFP4", {**WIDE, "intermediate_size": 576}),
     "IQ4_NL": ("IQ4_NL", WIDE),
     "MXFP4": ("MXFP4", WIDE),
@@ -255,7 +259,7 @@ def test_packed_formats_of_a_file(case, expected, most, tmp_path):
     "kind",
     [
         *("IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "IQ2_S", "IQ3_XXS", "Q1_0", "Q2_0", "TQ1_0"),
-        *("NVFP4", "IQ1_S", "IQ1_M"),
+        *("NVFP4", "IQ1_S", "IQ1_M", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"),
     ],
 )
 def test_rows_are_read_in_transformers_order(kind, tmp_path):
@@ -267,14 +271,19 @@ def test_rows_are_read_in_transformers_order(kind, tmp_path):
     raw = np.frombuffer(path.read_bytes()[tensor.start : tensor.stop], np.uint8).reshape(
         tensor.shape[0], -1
     )
-    floats = dequantized(kind, raw)
-    heads = floats.shape[0] // 64
-    expected = floats.reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(floats.shape)
+    raw = raw.reshape(len(raw) // 64, 32, 2, -1).swapaxes(1, 2).reshape(raw.shape)
+    expected = dequantized(kind, raw)
     with GgufSource(header) as source:
         assert (source.kind(name), source.type_of(name)) == (BLOCKS[kind].kind, kind)
-        for start, stop in ((0, len(expected)), (5, 40)):
+        np.testing.assert_array_equal(source.rows(name), expected)
+        for start, stop in ((0, 128), (5, 70), (127, 128)):
             np.testing.assert_array_equal(source.rows(name, start, stop), expected[start:stop])
+            if BLOCKS[kind].kind is None:
+                continue
             rows = source.quant_rows(name, start, stop)
+            same = quant_rows_of(kind, raw[start:stop])
+            np.testing.assert_array_equal(rows.codes, same.codes)
+            np.testing.assert_array_equal(rows.scales, same.scales)
             assert (rows.table is None) == (not BLOCKS[kind].kind.startswith("int4t"))
             if rows.table is not None:
                 wide = rows.scales.astype(np.float32).repeat(32, axis=1)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.distance import distance
-from helpers.gguf.writer import write_gguf
+from helpers.gguf.writer import q4_k_m, write_gguf
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -124,9 +124,10 @@ def test_lossless_conversions_that_grow_are_named(model_dir, tmp_path, caplog):
         r"weight instead of 0\.21 \(such as \S+\)",
         line,
     ), line
-    exact = ("Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XS", "Q5_0", "Q5_1", "IQ4_NL", "NVFP4")
-    for kind in (*exact, "Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0"):
-        path = write_gguf(model_dir, tmp_path / f"{kind}.gguf", kind=kind)
+    exact = ("Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XS", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q5_K")
+    narrow = ("Q1_0", "Q2_0", "Q2_0_g128", "TQ2_0")
+    for number, kind in enumerate((*exact, *narrow, "IQ4_NL", "NVFP4", q4_k_m)):
+        path = write_gguf(model_dir, tmp_path / f"{number}.gguf", kind=kind)
         assert not _lines(path, STORED, caplog)
 
 
