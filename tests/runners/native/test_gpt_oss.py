@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.distance import distance
@@ -143,23 +143,6 @@ def test_yarn_borders_are_not_rounded(tmp_path):
     assert not np.allclose(rounded.ropes[0].frequencies, expected.numpy(), rtol=1e-3)
 
 
-def test_config_defaults_equal_transformers():
-    """The defaults include the window of every second layer, RoPE, and biases."""
-    config = AutoConfig.for_model("gpt_oss").to_dict()
-    alone = {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "intermediate_size": 2880,
-        "max_position_embeddings": 131072,
-    }
-    assert describe_model(alone) == describe_model(config)
-    assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
-
-
 def test_the_published_20b_config_is_read():
     """The config is the makers' original one, with the older RoPE keys."""
     kinds = ["sliding_attention", "full_attention"]
@@ -233,16 +216,3 @@ def test_biases_for_another_number_of_experts_are_refused(tmp_path):
         path = write_gguf(model, tmp_path / "m.gguf", more=more)
         with pytest.raises(ModelFormatError, match=message):
             NativeRunner.from_dir(path, weights="f32")
-
-
-def test_attention_sinks_change_the_logits(tmp_path):
-    """Changing the sink of one head in one layer changes the logits of all tokens, including the
-    first.
-    """
-    model = save_gpt_oss(tmp_path / "model")
-    before = native_logits(model, "f32", PROMPT[:5])
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.0.self_attn.sinks"][1] += 3
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    after = native_logits(model, "f32", PROMPT[:5])
-    assert (np.linalg.norm(after - before, axis=1) > 1e-3 * np.linalg.norm(before, axis=1)).all()
