@@ -233,3 +233,22 @@ def test_each_sequence_accepts_its_own_drafts(name, accepted, threads):
         else:
             assert np.isnan(matrices(pool, index, 1)).all()
             assert np.isnan(tail(pool, index, 1)).all()
+
+
+# The part of a head's outputs that one bad number in its state affects: the delta rule has a norm
+# over the head.
+@pytest.mark.parametrize(
+    ("name", "part"), [("delta: shared keys", slice(None)), ("ssd: no norm", 7)]
+)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_state_affects_only_its_head_and_sequence(name, part, bad):
+    mixer = MIXERS[name]
+    pool = poisoned_pool(mixer.specs, 2)
+    _, old = mixer.expected(mixer.rows(9))
+    old.matrices[1, 5, 7] = bad
+    mixer.put(pool, 0, old)
+    out = mixer.run(mixer.rows(20), [Piece(10, 0, 0), Piece(10, -1, 1)], pool)
+    out = out.reshape(20, len(old.matrices), -1)
+    assert not np.isfinite(out[:10, 1, part]).any()
+    assert np.isfinite(out[10:]).all()
+    assert np.isfinite(np.delete(out[:10], 1, axis=1)).all()

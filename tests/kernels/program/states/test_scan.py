@@ -1,30 +1,12 @@
 """The gated delta rule: its specific behavior. test_mixers.py tests the common behavior."""
 
 import numpy as np
-import numpy.typing as npt
-import pytest
 
 from helpers.kernels.mixer_cases import Delta, DeltaShape
 from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.states.scan import softplus_f32
 from kvboost_edge.kernels.reference.floats import softplus_f32 as reference_softplus
-
-Floats = npt.NDArray[np.float32]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_nan_state_affects_only_its_sequence(bad):
-    delta = Delta(DeltaShape(2, 4, 32, 48))
-    pool = poisoned_pool(delta.specs, 2)
-    _, old = delta.expected(delta.rows(9))
-    old.matrices[1, 5, 7] = bad
-    delta.put(pool, 0, old)
-    rows = delta.rows(20)
-    out = delta.run(rows, [Piece(10, 0, 0), Piece(10, -1, 1)], pool).reshape(20, 4, 48)
-    assert np.isnan(out[:10, 1]).all()
-    assert np.isfinite(out[10:]).all()
-    assert np.isfinite(out[:10, [0, 2, 3]]).all()
 
 
 def test_extreme_gates_saturate():

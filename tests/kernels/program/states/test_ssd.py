@@ -9,22 +9,6 @@ from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 NO_NORM = SsdShape(1, 3, 64, 32, "none", (0.01, 0.5))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_nan_state_affects_only_its_sequence(bad):
-    """Within the sequence, it affects only its own head, because this mixer has no norm across
-    heads.
-    """
-    ssd = Ssd(NO_NORM)
-    pool = poisoned_pool(ssd.specs, 2)
-    _, old = ssd.expected(ssd.rows(9))
-    old.matrices[1, 5, 7] = bad
-    ssd.put(pool, 0, old)
-    out = ssd.run(ssd.rows(20), [Piece(10, 0, 0), Piece(10, -1, 1)], pool).reshape(20, 3, 32)
-    assert not np.isfinite(out[:10, 1, 7]).any()
-    assert np.isfinite(out[10:]).all()
-    assert np.isfinite(out[:10, [0, 2]]).all()
-
-
 @pytest.mark.parametrize("shape", [NO_NORM, SsdShape(1, 1, 16, 32)], ids=["no norm", "one head"])
 def test_time_steps_are_clamped(shape):
     ssd = Ssd(shape)
