@@ -115,17 +115,6 @@ def test_a_dropped_team_ends_its_threads():
     assert helpers() == before
 
 
-def test_an_error_in_a_helper_is_raised_by_run(team):
-    caller = threading.current_thread()
-
-    def fail(job):
-        if threading.current_thread() is not caller:
-            raise ValueError("a unit went wrong")
-
-    with pytest.raises(ValueError, match="a unit went wrong"):
-        team.run(fail, None, np.zeros(2, np.int64), DONE, 2)
-
-
 def test_helpers_work_on_after_an_error(team):
     """The error is raised by its call only, and all threads take part in the next call."""
     caller = threading.current_thread()
@@ -191,18 +180,6 @@ def test_a_team_works_without_the_threads_that_the_system_refuses(started, monke
     assert f"{started + 1} of 4" in warning
     team.close()
     assert helpers() == before
-
-
-def test_an_error_in_the_caller_is_raised_by_run(team):
-    caller = threading.current_thread()
-    counters = np.zeros(2, np.int64)
-
-    def fail(job):
-        if threading.current_thread() is caller:
-            raise ValueError("a unit went wrong")
-
-    with pytest.raises(ValueError, match="a unit went wrong"):
-        team.run(fail, None, counters, DONE, 2)
 
 
 def test_an_error_is_raised_after_all_helpers_finished(team):
