@@ -109,7 +109,7 @@ FAULTS = faults(
         "kernels/linear/k_blocks.py",
         "np.uint8(scale + np.uint32(224))",
         "np.uint8(scale)",
-        "tests/kernels/linear/test_weights.py",
+        _OF_BLOCKS,
     ),
     (
         "Q3_K: codes are off by one",

@@ -5,7 +5,6 @@ rounding, and is exact where possible.
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGMLQuantizationType, quants
 
 from helpers.kernels.weight_formats import FITTED, random_blocks
 from kvboost_edge.errors import ConfigError
@@ -157,25 +156,6 @@ def test_stored_codes_are_packed_exactly(kind, shape):
         expected -= minima.astype(np.float32).repeat(each, axis=1)[:, : shape[1]]
     np.testing.assert_array_equal(unpack_rows(packed, *shape, kind), expected)
     assert (packed.error, packed.energy) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("rows", [16, 37])
-@pytest.mark.parametrize(
-    ("kind", "file_type"),
-    [
-        ("q2k", "Q2_K"),
-        *(("q3k", "Q3_K"), ("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")),
-        *(("iq1s", "IQ1_S"), ("iq1m", "IQ1_M")),
-        *(("iq2xxs", "IQ2_XXS"), ("iq2xs", "IQ2_XS"), ("iq2s", "IQ2_S")),
-        *(("iq3xxs", "IQ3_XXS"), ("iq3s", "IQ3_S")),
-    ],
-)
-def test_blocks_keep_the_files_values_bit_for_bit(kind, file_type, rows):
-    raw = random_blocks(kind, rows, 3)
-    packed = pack_blocks(raw, kind)
-    assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, kind)
-    expected = quants.dequantize(raw, GGMLQuantizationType[file_type])
-    np.testing.assert_array_equal(unpack_rows(packed, rows, 768, kind), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from gguf import GGMLQuantizationType, quants
 from helpers.distance import distance
 from helpers.gguf.grids import package_grids
 from helpers.gguf.types import TYPES, dequantized, put_half
-from helpers.kernels.weight_formats import GRIDS
+from helpers.kernels.weight_formats import GRIDS, random_blocks
 from kvboost_edge.kernels.linear.grids import grid_of
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weight_formats import FORMATS
-from kvboost_edge.kernels.linear.weights import pack_codes
+from kvboost_edge.kernels.linear.weights import pack_codes, packed_sizes
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.gguf.blocks import (
     BLOCKS,
@@ -91,20 +91,22 @@ def test_codes_and_scales_are_exact(name):
     np.testing.assert_array_equal(_values(rows, rows.kind), dequantize(name, raw))
 
 
+@pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize("name", IN_BLOCKS)
-def test_blocks_of_256_are_packed_exactly(name):
+def test_blocks_of_256_are_packed_exactly(name, rows):
     assert ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", *LATTICES] == IN_BLOCKS
-    raw = _random(name)
-    rows = quant_rows_of(name, raw)
-    assert rows.kind == BLOCKS[name].kind
-    np.testing.assert_array_equal(rows.codes, raw)
+    raw = random_blocks(BLOCKS[name].kind, rows, 3)
+    stored = quant_rows_of(name, raw)
+    assert stored.kind == BLOCKS[name].kind
+    np.testing.assert_array_equal(stored.codes, raw)
     blocks = raw.reshape(-1, BLOCKS[name].nbytes)
     bits = [half_bits(blocks, at) for at in BLOCKS[name].halves]
-    scales = rows.scales.view(np.uint16).reshape(len(blocks), -1)
+    scales = stored.scales.view(np.uint16).reshape(len(blocks), -1)
     np.testing.assert_array_equal(scales, np.hstack(bits))
-    packed = pack_blocks(rows.codes, rows.kind)
+    packed = pack_blocks(stored.codes, stored.kind)
+    assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, stored.kind)
     expected = quants.dequantize(raw, GGMLQuantizationType[name])
-    np.testing.assert_array_equal(unpack_rows(packed, *expected.shape, rows.kind), expected)
+    np.testing.assert_array_equal(unpack_rows(packed, rows, 768, stored.kind), expected)
 
 
 def test_only_iq4_xs_rounds_its_scales():
