@@ -17,19 +17,6 @@ def _quantized(directory, kind):
         return path, source._tensor("model.layers.0.mlp.up_proj.weight")
 
 
-@pytest.mark.parametrize(("kind", "where"), [("Q4_0", 7), ("Q8_0", 3), ("F32", 100), ("F16", 100)])
-def test_nan_is_found(kind, where, tmp_path):
-    path, tensor = _quantized(tmp_path, kind)
-    data = bytearray(path.read_bytes())
-    at = tensor.start + where * BLOCKS[kind].nbytes
-    data[at : at + BLOCKS[kind].nbytes] = b"\xff" * BLOCKS[kind].nbytes
-    path.write_bytes(data)
-    with pytest.raises(
-        ModelFormatError, match=r"m.gguf: tensor 'blk.0.ffn_up.weight'.*NaN or infinity"
-    ):
-        Checkpoint.open(path).summary()
-
-
 # Positions of a block's floating-point numbers, by the definitions in ggml-common.h.
 NUMBERS = {
     "F32": (0,),
@@ -97,6 +84,7 @@ def test_a_single_non_finite_number_is_found(kind, tmp_path):
     nbytes = BLOCKS[kind].nbytes
     sound = path.read_bytes()
     last = (tensor.stop - tensor.start) // nbytes - 1
+    named = rf"m\.gguf: tensor 'blk\.0\.ffn_up\.weight' \({kind}\) holds NaN or infinity"
     for block in (0, 300, last):
         for at in NUMBERS[kind]:
             for number in map(bytes.fromhex, NOT_FINITE.get(kind, NOT_FINITE["half"])):
@@ -104,9 +92,7 @@ def test_a_single_non_finite_number_is_found(kind, tmp_path):
                 damaged = bytearray(sound)
                 _put(damaged, place, at, number)
                 path.write_bytes(damaged)
-                with pytest.raises(
-                    ModelFormatError, match=rf"ffn_up.*\({kind}\) holds NaN.* in block {block} "
-                ):
+                with pytest.raises(ModelFormatError, match=f"{named}.* in block {block} "):
                     Checkpoint.open(path).summary()
     data = bytearray(sound)
     if BLOCKS[kind].kind is not None:

@@ -11,7 +11,7 @@ from helpers.gguf.gemma4 import makers_config
 from helpers.gguf.writer import write_gguf
 from helpers.json_files import read_json
 from helpers.models.tensor_files import tensors_of
-from helpers.models.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny_model
+from helpers.models.tiny_models import FAMILIES, save_tiny_model
 from helpers.text.hostile_words import gemma4_metadata
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
@@ -23,7 +23,6 @@ from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.pack_plan import pack_plan, row_tables
 from kvboost_edge.models.packed.stream import packing_entries
-from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -173,19 +172,6 @@ def test_config_and_tensors_equal_transformers(name, tmp_path):
     tokens = torch.from_numpy(np.random.default_rng(5).integers(0, 256, (1, 60)))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_the_per_layer_table_is_read_by_row(kind, tmp_path):
-    directory, path = _write(tmp_path, SMALL, kind=kind)
-    model = Checkpoint.open(path, cache_dir=NO_CACHE)
-    tokens = np.array([3, 299, 3])
-    with RowTable.open(
-        model, "model.embed_tokens_per_layer.weight", VOCAB_SIZE, 16 * LAYERS
-    ) as table:
-        found = table.rows(tokens)
-    expected = tensors_of(directory)["model.embed_tokens_per_layer.weight"][tokens]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0 if kind == "F32" else 0.02)
 
 
 @pytest.mark.parametrize("kind", ["BF16", "Q8_0"])

@@ -197,20 +197,6 @@ def test_the_engine_keeps_the_files_formats_and_logs_rounding(tmp_path, caplog):
     )
 
 
-def test_results_do_not_depend_on_batch_or_cache(tmp_path):
-    """Results are equal cold, from the cache, and in a batch with other prompts, as for every
-    native model.
-    """
-    folder = write_onnx(build_tiny_model("qwen2", num_hidden_layers=2), tmp_path / "m", Form())
-    prompt = list(range(30, 70))
-    with CPUPagedEngine.from_pretrained(folder, num_blocks=64, max_num_seqs=4) as engine:
-        cold = engine.generate(prompt, max_new_tokens=12)
-        warm = engine.generate(prompt, max_new_tokens=12)
-        many = engine.generate_batch([prompt, prompt[::-1], prompt[5:]], max_new_tokens=12)
-        assert warm.cached_tokens > 0
-        assert cold.output_token_ids == warm.output_token_ids == many[0].output_token_ids
-
-
 def test_a_file_or_its_folder_may_be_given(tmp_path):
     folder = write_onnx(
         build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form(genai=False)
