@@ -23,7 +23,6 @@ DIM = 24
 BITS = [(8, 8), (8, 4), (4, 4)]
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
 EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 class Seamed:
@@ -305,15 +304,3 @@ def refuses(backend, slots, segments, message):
 def test_a_quantized_segment_is_written_from_slot_0():
     segments = [(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)]
     refuses(pool(ReferenceBackend, (8, 8)), 2 * SIZE + 5 + np.arange(3), segments, "slot 0")
-
-
-@CODED
-def test_an_open_block_in_an_earlier_segment_is_refused(kind):
-    """An open block has no codes yet, but the kernels would read them."""
-    case = one_case(8, (1, 20))
-    backend = pool(kind, (8, 8))
-    seamed = Seamed(case, 0, (10,), (0,), 0)
-    seamed.write_rows(backend, np.arange(10), seamed.layout(0, 10))
-    with pytest.raises(ConfigError, match="block 0 is only partly written"):
-        backend.prepare(seamed.layout(10, 20))
-    backend.close()
