@@ -46,16 +46,6 @@ def test_streamed_stops_equal_a_search_of_the_whole_text(parts, stops):
     assert (shown, stop) == cut("".join(parts), stops)
 
 
-@given(
-    text=st.text(alphabet="aab", max_size=30),
-    stops=st.lists(WORDS, min_size=1, max_size=3),
-    size=st.integers(1, 7),
-)
-def test_stops_do_not_depend_on_token_borders(text, stops, size):
-    parts = [text[i : i + size] for i in range(0, len(text), size)]
-    assert run(parts, stops)[:2] == run([text], stops)[:2]
-
-
 @given(text=st.text(alphabet="ab", max_size=20), stops=st.lists(WORDS, min_size=1, max_size=3))
 def test_only_possible_stop_prefixes_are_withheld(text, stops):
     checker = StopChecker(stops)
