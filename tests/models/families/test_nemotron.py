@@ -6,7 +6,6 @@ import pytest
 
 from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model, may_keep_states
 from kvboost_edge.runners.native.select_native import native_kv_spec
 
@@ -40,12 +39,6 @@ def test_expert_layers_have_only_a_shared_mlp(configs):
     assert spec.experts is not None
     assert spec.experts.sparse == (False, True, False, False, False, True, False)
     assert (spec.experts.score, spec.experts.renorm, spec.experts.scale) == ("sigmoid", "add", 2.5)
-
-
-def test_layer_types_determine_the_number_of_layers(tmp_path):
-    path = save_tiny_model("nemotron_h", tmp_path)
-    assert "num_hidden_layers" not in read_json(path / "config.json")
-    assert Checkpoint.open(path).config["num_hidden_layers"] == 5
 
 
 def test_older_keys_are_read(configs):
