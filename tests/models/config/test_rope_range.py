@@ -58,8 +58,9 @@ def test_the_long_range_equals_transformers(model_dir, caplog):
         exact = model(torch.tensor([PROMPT]), use_cache=False).logits[0].numpy()
     logits = _logits(model_dir, "long", PROMPT)
     assert distance(logits, exact) <= 1e-4
-    assert "pinned" not in caplog.text
+    assert "limited to" not in caplog.text
     short = _logits(model_dir, "short", PROMPT[:ORIGINAL])
+    assert f"limited to {ORIGINAL} tokens" in caplog.text
     assert distance(short, exact[:ORIGINAL]) > 1e-2
 
 
