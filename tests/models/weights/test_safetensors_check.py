@@ -160,8 +160,8 @@ def test_a_header_over_the_limit_is_refused(model):
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_large_header_without_data_is_refused(model, size):
-    """Checking 200,000 tensors with zero or one element each would take many seconds."""
-    names = [f"x{index}" for index in range(200_000)]
+    """Checking many tensors with zero or one element each would take many seconds."""
+    names = [f"x{index}" for index in range(25_000)]
     header = {
         name: {
             "dtype": "F32",
@@ -171,7 +171,7 @@ def test_a_large_header_without_data_is_refused(model, size):
         for index, name in enumerate(names)
     }
     write(model / "model.safetensors", header, bytes(4 * size * len(names)))
-    with pytest.raises(ModelFormatError, match=f"describes only {800_000 * size} bytes of data"):
+    with pytest.raises(ModelFormatError, match=f"describes only {100_000 * size} bytes of data"):
         read_header(model / "model.safetensors")
 
 
