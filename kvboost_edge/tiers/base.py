@@ -9,13 +9,12 @@ thread.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 
-__all__ = ["ClosedTier", "OffloadStore", "Tier", "TierStats"]
+__all__ = ["OffloadStore", "Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,51 +143,6 @@ class Tier(Protocol):
     def close(self) -> None:
         """Flush pending data, and close files and connections. A second call does nothing."""
         ...
-
-
-class ClosedTier:
-    """Replacement of a tier that could not be opened. Its `state` reports the reason."""
-
-    def __init__(self, name: str, state: str) -> None:
-        self.name = name
-        self.tend_seconds = math.inf
-        self._state = state
-
-    def begin(self) -> None:
-        pass
-
-    def holds(self, prefix_hash: bytes) -> bool:
-        return False
-
-    def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        return [False] * len(prefix_hashes)
-
-    def known(self) -> list[bytes]:
-        return []
-
-    def dropped(self, prefix_hash: bytes) -> bool:
-        return False
-
-    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        pass
-
-    def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        return 0
-
-    def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        return 0
-
-    def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        pass
-
-    def tend(self) -> None:
-        pass
-
-    def stat(self) -> TierStats:
-        return TierStats(writable=False, state=self._state)
-
-    def close(self) -> None:
-        pass
 
 
 class OffloadStore:

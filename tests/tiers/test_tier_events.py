@@ -11,7 +11,6 @@ from helpers.engine.fake_runner import fake_engine
 from helpers.engine.hand_io_thread import DictTier, HandIOThread
 from helpers.server.live_servers import wait_until
 from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
-from kvboost_edge.tiers.base import ClosedTier
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.tier_events import Holdings
 
@@ -92,10 +91,10 @@ def test_the_io_thread_reports_working_tiers_and_failures_once():
 
     near = DictTier("near")
     far = Broken("far")
-    io_thread = HandIOThread([near, far, ClosedTier("closed", "why")], 8)
+    io_thread = HandIOThread([near, far, DiskTier(None, "why")], 8)
     io_thread.start(lambda piece: io_thread.release(piece))
     assert {name: held.is_whole for name, held in io_thread.take_held().items()} == dict.fromkeys(
-        ("near", "far", "closed"), True
+        ("near", "far", "disk"), True
     )
     tokens = bytes(64)
     addresses = [BlockAddress(hash_of(number), b"p", tokens) for number in (1, 2)]
@@ -103,10 +102,10 @@ def test_the_io_thread_reports_working_tiers_and_failures_once():
     io_thread.pump()
     held = io_thread.take_held()
     assert set(held["near"].came) == {hash_of(1), hash_of(2)}
-    assert set(held) == {"near", "far", "closed"}
+    assert set(held) == {"near", "far", "disk"}
     assert held["far"] == (True, (), ()), "a failed tier must report that it holds nothing"
-    assert not held["closed"].came
-    assert set(io_thread.take_held()) == {"near", "closed"}
+    assert not held["disk"].came
+    assert set(io_thread.take_held()) == {"near", "disk"}
     near.blocks.clear()
     io_thread.load(1, addresses[1:])
     io_thread.pump()

@@ -22,7 +22,7 @@ from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import ClosedTier, OffloadStore, Tier, TierStats
+from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.io_thread import IOChunk, IOThread
 from kvboost_edge.tiers.tier_events import TierChanges
 
@@ -50,8 +50,8 @@ def open_tiers(
 ) -> tuple[Tier, ...]:
     """Open the tiers that a config names, nearest first.
 
-    If a tier cannot be opened, the error is logged and a `ClosedTier` takes its place. The
-    statistics of a `ClosedTier` give the reason.
+    If the disk tier cannot be opened, the error is logged, and the tier stores nothing. Its
+    statistics give the reason.
 
     Args:
         config: Options of the engine.
@@ -75,12 +75,12 @@ def open_tiers(
     description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
     description |= {"name": name} if name else {}
     try:
-        disk: Tier = DiskTier.open(
+        disk = DiskTier.open(
             config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
         )
     except ConfigError as error:
         _LOG.warning("KV blocks are not saved to disk: %s", error)
-        disk = ClosedTier("disk", str(error))
+        disk = DiskTier(None, str(error))
     return (disk, *shared)
 
 

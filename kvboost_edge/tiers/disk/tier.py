@@ -44,12 +44,19 @@ _stores_lock = threading.Lock()
 
 
 class DiskTier:
-    """`Tier` that stores blocks in a local directory. Create it with `open`."""
+    """`Tier` that stores blocks in a local directory. Create it with `open`.
+
+    Args:
+        store: the store of the directory. None makes a tier without blocks, for a directory that
+            cannot be opened.
+        state: state to report while there is no store.
+    """
 
     name = "disk"
 
-    def __init__(self, store: Store) -> None:
-        self._store: Store | None = store
+    def __init__(self, store: Store | None, state: str = "closed") -> None:
+        self._store = store
+        self._state = state
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -102,7 +109,7 @@ class DiskTier:
 
     @property
     def directory(self) -> Path | None:
-        """Directory of the space, or None once the tier is closed."""
+        """Directory of the space, or None without a store."""
         return None if self._store is None else self._store.directory.path
 
     def begin(self) -> None:
@@ -163,7 +170,7 @@ class DiskTier:
         store = self._store
         counts = self._counts
         if store is None:
-            return TierStats(**counts, writable=False, state="closed")
+            return TierStats(**counts, writable=False, state=self._state)
         refused = counts["refused"] + store.cleaner.refused
         return TierStats(
             **{**counts, "refused": refused},
