@@ -160,6 +160,7 @@ class CPUPagedEngine(Embeds, KVBoostViews):
             num_layers=len(info.kv_spec.layers),
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,
+            remembers=bool(parts.tiers),
             history_bytes=parts.history_bytes,
             models=make_model_drafts(drafter, parts.manager, info),
         )

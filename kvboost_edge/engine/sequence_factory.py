@@ -9,7 +9,6 @@ import numpy as np
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.non_prefix_reuse import SequenceSpans, SpanSharing
-from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import (
     Constraint,
@@ -18,6 +17,7 @@ from kvboost_edge.engine.schedule.feature import (
     SharedSpans,
 )
 from kvboost_edge.engine.schedule.pacing import StepPacing
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spec_decode.assistant import Assistant
@@ -35,7 +35,7 @@ __all__ = ["Sequences", "make_model_drafts", "make_scheduler"]
 
 def make_scheduler(
     manager: KVCacheManager,
-    loads: PrefetchQueue,
+    loads: Prefetcher,
     *,
     max_num_seqs: int,
     max_batch_tokens: int,
@@ -44,6 +44,7 @@ def make_scheduler(
     num_layers: int = 1,
     closes_blocks: bool = False,
     whole: bool = False,
+    remembers: bool = False,
     history_bytes: int | None = None,
     models: ModelDrafts | None = None,
 ) -> tuple[Scheduler, Speculation]:
@@ -66,7 +67,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         loads=loads,
-        sharing=SpanSharing(manager, min_chunk_tokens, num_layers, remembers=loads.has_tiers),
+        sharing=SpanSharing(manager, min_chunk_tokens, num_layers, remembers=remembers),
         speculation=speculation,
         pacing=StepPacing(0.0 if whole else target_tpot and target_tpot / 1e3),
         whole=whole,

@@ -1,4 +1,4 @@
-"""Protocols of offload tiers, which store whole blocks outside the pool.
+"""The protocol of offload tiers, which store whole blocks outside the pool.
 
 A tier may lose a block but never returns wrong data. It works with bytes and addresses, and knows
 nothing about requests, tensors or positions. Only the I/O thread may call its methods, with these
@@ -9,12 +9,12 @@ thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 
-__all__ = ["OffloadStore", "Tier", "TierStats"]
+__all__ = ["Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,56 +143,3 @@ class Tier(Protocol):
     def close(self) -> None:
         """Flush pending data, and close files and connections. A second call does nothing."""
         ...
-
-
-class OffloadStore:
-    """Interface of the offload tiers to the scheduler. No method blocks.
-
-    This base class serves as the implementation without any tiers.
-    """
-
-    @property
-    def has_tiers(self) -> bool:
-        """True if at least one tier is configured."""
-        return False
-
-    def may_hold(self, prefix_hash: bytes) -> bool:
-        """Return whether some tier has the block or might have it."""
-        return False
-
-    def holds(self, prefix_hash: bytes) -> bool:
-        """Return whether some tier is known to have the block."""
-        return False
-
-    def dropped_from(self, prefix_hash: bytes) -> list[str]:
-        """Return the names of the tiers that once stored the block and dropped it."""
-        return []
-
-    def load(
-        self,
-        ticket: int,
-        addresses: Sequence[BlockAddress],
-        states: Mapping[int, BlockAddress] | None = None,
-        num_in_pool: int = 0,
-    ) -> None:
-        """Start loading consecutive blocks of a chain, up to the first that no tier has.
-
-        The results arrive as chunks, the last of which is marked. For a hybrid model, blocks are
-        read up to the deepest recurrent state that a tier has, followed by that state. If the state
-        or a block before it turns out to be lost, a shallower state is tried, up to three states in
-        total.
-
-        Args:
-            ticket: identifies the load.
-            addresses: addresses of the blocks to load, in order.
-            states: addresses of the states that a tier may have, by the number of blocks that each
-                state covers.
-            num_in_pool: number of blocks before the first address, which are already in the pool.
-        """
-        raise AssertionError("there is no tier to load from")
-
-    def cancel(self, ticket: int) -> None:
-        """Cancel a load. Chunks already being read and the final chunk are still delivered."""
-
-    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record a use of these blocks, which are in the order of their chain."""

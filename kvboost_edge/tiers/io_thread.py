@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kvcache.hashing import BlockAddress
-from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
+from kvboost_edge.tiers.base import Tier, TierStats
 from kvboost_edge.tiers.tier_events import Holdings, TierChanges
 
 __all__ = ["IOChunk", "IOThread"]
@@ -83,7 +83,7 @@ class _Store(NamedTuple):
     data: Bytes
 
 
-class IOThread(OffloadStore):
+class IOThread:
     """I/O thread that serves one or more tiers, nearest first.
 
     Args:
@@ -118,17 +118,16 @@ class IOThread(OffloadStore):
 
     # Methods called by the engine. None of them blocks.
 
-    @property
-    def has_tiers(self) -> bool:
-        return bool(self._tiers)
-
     def may_hold(self, prefix_hash: bytes) -> bool:
+        """Return whether some tier has the block or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
 
     def holds(self, prefix_hash: bytes) -> bool:
+        """Return whether some tier is known to have the block."""
         return any(tier.holds(prefix_hash) is True for tier in self._working())
 
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Return the names of the tiers that once stored the block and dropped it."""
         return [tier.name for tier in self._working() if tier.dropped(prefix_hash)]
 
     @property
@@ -145,6 +144,7 @@ class IOThread(OffloadStore):
         ]
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """Record a use of these blocks, which are in the order of their chain."""
         for tier in self._working():
             tier.touch(prefix_hashes)
 
@@ -155,6 +155,20 @@ class IOThread(OffloadStore):
         states: Mapping[int, BlockAddress] | None = None,
         num_in_pool: int = 0,
     ) -> None:
+        """Start loading consecutive blocks of a chain, up to the first that no tier has.
+
+        The results arrive as chunks, the last of which is marked. For a hybrid model, blocks are
+        read up to the deepest recurrent state that a tier has, followed by that state. If the state
+        or a block before it turns out to be lost, a shallower state is tried, up to three states in
+        total.
+
+        Args:
+            ticket: identifies the load.
+            addresses: addresses of the blocks to load, in order.
+            states: addresses of the states that a tier may have, by the number of blocks that each
+                state covers.
+            num_in_pool: number of blocks before the first address, which are already in the pool.
+        """
         with self._changed:
             self._loads.append(_Load(ticket, addresses, states or {}, num_in_pool))
             self._changed.notify_all()
@@ -174,6 +188,7 @@ class IOThread(OffloadStore):
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
+        """Cancel a load. Chunks already being read and the final chunk are still delivered."""
         with self._changed:
             self._cancelled.add(ticket)
             self._changed.notify_all()

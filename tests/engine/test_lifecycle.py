@@ -24,9 +24,9 @@ from helpers.engine.fake_runner import (
 from helpers.raising import assert_raises
 from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
-from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.schedule.feature import Restored
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.engine.schedule.retention import Retention
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
@@ -86,8 +86,8 @@ POINTS = [
     (KVCacheManager, "blocks_needed"),
     (KVCacheManager, "extend"),
     (KVCacheManager, "commit"),
-    (PrefetchQueue, "missed"),
-    (PrefetchQueue, "used"),
+    (Prefetcher, "missed"),
+    (Prefetcher, "used"),
     (Restored, "admit"),
     (FakeRunner, "forward"),
     (Sequence, "accept"),

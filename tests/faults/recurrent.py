@@ -314,8 +314,8 @@ FAULTS = faults(
     (
         "state offload: reads blocks that are already in the pool",
         "engine/offload/prefetch.py",
-        "self._store.load(ticket, blocks[num_in_pool:],",
-        "self._store.load(ticket, blocks,",
+        "self._io_thread.load(ticket, blocks[num_in_pool:],",
+        "self._io_thread.load(ticket, blocks,",
         _OF_TIERS,
     ),
     (

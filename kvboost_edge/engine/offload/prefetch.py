@@ -19,7 +19,7 @@ from kvboost_edge.engine.request.results import MissReason
 from kvboost_edge.engine.schedule.planners import PendingPrefetch, Prefetcher, SpanPlacement
 from kvboost_edge.kvcache.hashing import BlockAddress, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import OffloadStore
+from kvboost_edge.tiers.io_thread import IOThread
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence as Request
@@ -99,9 +99,9 @@ class Prefetch:
 class PrefetchQueue(Prefetcher):
     """The prefetches of all sequences."""
 
-    def __init__(self, manager: KVCacheManager, store: OffloadStore) -> None:
+    def __init__(self, manager: KVCacheManager, io_thread: IOThread) -> None:
         self._manager = manager
-        self._store = store
+        self._io_thread = io_thread
         self._tickets = itertools.count()
         self._by_ticket: dict[int, Prefetch] = {}
         self._by_sequence: dict[int, Prefetch] = {}
@@ -135,11 +135,6 @@ class PrefetchQueue(Prefetcher):
                 )
                 self._is_stuck = True
                 self.finish(load)
-
-    @property
-    def has_tiers(self) -> bool:
-        """True if the engine has an offload tier."""
-        return self._store.has_tiers
 
     def of(self, sequence: Request) -> Prefetch | None:
         """Return a sequence's prefetch until it is used, or None."""
@@ -220,13 +215,14 @@ class PrefetchQueue(Prefetcher):
         *,
         is_prefix: bool,
     ) -> Prefetch | None:
-        if self._is_stuck or not self.has_tiers:
+        if self._is_stuck:
             return None
         manager = self._manager
         size = self._manager.block_size
         first, num_in_pool, after = manager.content.addresses_after(ids, root, known)
         blocks = list(itertools.islice(after, num_in_pool))
-        blocks += itertools.takewhile(lambda block: self._store.may_hold(block.prefix_hash), after)
+        may_hold = self._io_thread.may_hold
+        blocks += itertools.takewhile(lambda block: may_hold(block.prefix_hash), after)
         states = self._stored_states(blocks)
         if manager.states is not None:
             # Without a recurrent state after them, later blocks cannot be used.
@@ -252,7 +248,7 @@ class PrefetchQueue(Prefetcher):
         # Only the deepest state is loaded. If only the tier knows which state that is, any may
         # arrive.
         deepest = frozenset([states[len(blocks)].prefix_hash] if states else [])
-        coming = deepest if all(map(self._store.holds, deepest)) else wanted
+        coming = deepest if all(map(self._io_thread.holds, deepest)) else wanted
         ticket = next(self._tickets)
         num_in_pool = len(table) - first
         load = Prefetch(
@@ -265,7 +261,7 @@ class PrefetchQueue(Prefetcher):
             num_in_pool=num_in_pool,
         )
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
-        self._store.load(ticket, blocks[num_in_pool:], states, num_in_pool)
+        self._io_thread.load(ticket, blocks[num_in_pool:], states, num_in_pool)
         return load
 
     def _stored_states(self, blocks: list[BlockAddress]) -> dict[int, BlockAddress]:
@@ -273,7 +269,8 @@ class PrefetchQueue(Prefetcher):
         if self._manager.states is None:
             return {}
         kept = ((number, block.state_address) for number, block in enumerate(blocks, 1))
-        return {number: state for number, state in kept if self._store.may_hold(state.prefix_hash)}
+        may_hold = self._io_thread.may_hold
+        return {number: state for number, state in kept if may_hold(state.prefix_hash)}
 
     def _has_room(self, table: BlockTable, first: int, num_tokens: int, spare_blocks: int) -> bool:
         """Return whether blocks and a state slot for a prefetch are free.
@@ -292,18 +289,18 @@ class PrefetchQueue(Prefetcher):
 
     def used(self, table: BlockTable) -> None:
         """Tell the tiers that an admitted sequence uses its cached blocks."""
-        if table.num_cached_tokens and self.has_tiers:
+        if table.num_cached_tokens:
             hashes = self._manager.content.chain(table)
             drafts = self._manager.drafted.hashes(table.block_ids, hashes)
             states = [] if self._manager.states is None else [state_hash(hashes[-1])]
-            self._store.touch([*hashes, *states, *drafts])
+            self._io_thread.touch([*hashes, *states, *drafts])
 
     def missed(self, table: BlockTable) -> MissReason:
         """Return why a table's first uncached token missed, and which tiers evicted its block."""
         if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return MissReason(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
-        dropped = (*pool, *self._store.dropped_from(table.missed_hash))
+        dropped = (*pool, *self._io_thread.dropped_from(table.missed_hash))
         return MissReason("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Prefetch) -> None:
@@ -317,7 +314,7 @@ class PrefetchQueue(Prefetcher):
             if self._manager.states is not None:
                 load.cut(0)  # the state arrives last, and the blocks cannot be used without it
             load.end()
-            self._store.cancel(load.ticket)
+            self._io_thread.cancel(load.ticket)
         del self._by_sequence[load.sequence.index]
         self._manager.free(load.table)
 

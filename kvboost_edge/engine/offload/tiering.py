@@ -18,11 +18,12 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.offload.draft_saving import DrafterKV, NoSavedDrafts, SavedDrafts
 from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
 from kvboost_edge.engine.offload.state_saving import SavedStates
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
+from kvboost_edge.tiers.base import Tier, TierStats
 from kvboost_edge.tiers.io_thread import IOChunk, IOThread
 from kvboost_edge.tiers.tier_events import TierChanges
 
@@ -118,8 +119,8 @@ def make_tiering(
     backend: Backend,
     tiers: Sequence[Tier],
     drafter: DrafterKV | None = None,
-) -> tuple[PrefetchQueue, NoTiers]:
-    """Return the scheduler's prefetch queue and the engine's `Tiering` object.
+) -> tuple[Prefetcher, NoTiers]:
+    """Return the scheduler's prefetcher and the engine's `Tiering` object.
 
     Args:
         manager: Manager of the engine's blocks.
@@ -128,7 +129,7 @@ def make_tiering(
         drafter: Drafter whose KV is stored too, or None.
     """
     if not tiers:
-        return PrefetchQueue(manager, OffloadStore()), NoTiers()
+        return Prefetcher(), NoTiers()
     io_thread = IOThread(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
     loads = PrefetchQueue(manager, io_thread)
     return loads, Tiering(manager, backend, loads, io_thread, drafter)

@@ -40,6 +40,7 @@ from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
@@ -388,12 +389,13 @@ class Bench:
         self.io_thread = HandIOThread(
             tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, self.io_thread)
+        loads = PrefetchQueue(self.manager, self.io_thread) if tiers else Prefetcher()
         self.scheduler, speculation = make_scheduler(
             self.manager,
             loads,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
+            remembers=bool(tiers),
             target_tpot=target_tpot,
             models=make_model_drafts(self.parts.drafter, self.manager, self.runner.info),
         )

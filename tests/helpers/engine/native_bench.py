@@ -24,6 +24,7 @@ from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.kvcache.hashing import root_hash
@@ -169,12 +170,13 @@ class NativeBench:
         self.io_thread = HandIOThread(
             tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, self.io_thread)
+        loads = PrefetchQueue(self.manager, self.io_thread) if tiers else Prefetcher()
         self.scheduler, speculation = make_scheduler(
             self.manager,
             loads,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
+            remembers=bool(tiers),
             closes_blocks=bits != (16, 16),
             models=make_model_drafts(drafter, self.manager, runner.info),
         )
