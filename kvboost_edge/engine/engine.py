@@ -667,9 +667,7 @@ class CPUPagedEngine(Embeds, KVBoostViews):
             The events by tier name.
         """
         self._core.check_open()
-        return {
-            name: CacheEvents(*held) for name, held in self._core.tiering.take_held(whole).items()
-        }
+        return self._core.tiering.take_held(whole)
 
     def num_running(self) -> int:
         """Return the number of requests that hold blocks.

@@ -14,12 +14,12 @@ __all__ = ["CacheEvents", "EventLog"]
 
 
 class CacheEvents(NamedTuple):
-    """Changes of the cache, as 32-byte hashes of block prefixes and of recurrent states.
+    """Changes of the pool or of a tier, as 32-byte hashes of block prefixes and recurrent states.
 
     State hashes (see `state_hash`) occur only for hybrid models. No hash is in both tuples.
 
     Attributes:
-        is_whole: whether `published` lists the whole cache. If so, the reader must discard all
+        is_whole: whether `published` lists the whole contents. If so, the reader must discard all
             earlier events.
         published: hashes that changed since the last call and can be matched now.
         evicted: hashes that can no longer be matched. Some may never have been reported as

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import Tier, TierStats
-from kvboost_edge.tiers.tier_events import Holdings, TierChanges
+from kvboost_edge.tiers.tier_events import Holdings
 
 __all__ = ["IOChunk", "IOThread"]
 
@@ -243,7 +244,7 @@ class IOThread:
         state = "disabled after an internal error, which the log describes; load the engine again"
         return dataclasses.replace(tier.stat(), writable=False, state=state)
 
-    def take_held(self, whole: bool = False) -> dict[str, TierChanges]:
+    def take_held(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the changes of each working tier's contents, by tier name.
 
         The result is for a single reader, see `Holdings`. A failed tier is reported once, as empty.
@@ -252,7 +253,7 @@ class IOThread:
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
         failed = {tier.name for tier in self._tiers} - held.keys() - self._reported_broken
         self._reported_broken |= failed
-        return held | dict.fromkeys(failed, TierChanges(True, (), ()))
+        return held | dict.fromkeys(failed, CacheEvents(True, (), ()))
 
     @property
     def num_lost(self) -> int:

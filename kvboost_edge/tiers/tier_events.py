@@ -5,30 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable
-from typing import NamedTuple
 
+from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.tiers.base import Tier
 
-__all__ = ["Holdings", "TierChanges"]
+__all__ = ["Holdings"]
 
 _CHECKED_AGAIN = 512  # reported blocks that each call rechecks, in about 50 us
-
-
-class TierChanges(NamedTuple):
-    """Changes of a tier's contents, as 32-byte prefix hashes.
-
-    No hash is in both tuples.
-
-    Attributes:
-        is_whole: whether `came` lists the tier's whole known contents. If so, the reader must
-            discard all earlier reports.
-        came: blocks that are known to be stored and have not been reported yet.
-        left: reported blocks that are no longer known to be stored.
-    """
-
-    is_whole: bool
-    came: tuple[bytes, ...]
-    left: tuple[bytes, ...]
 
 
 class Holdings:
@@ -52,10 +35,12 @@ class Holdings:
             with self._lock:
                 self._noted.update(dict.fromkeys(prefix_hashes))
 
-    def take(self, whole: bool = False) -> TierChanges:
+    def take(self, whole: bool = False) -> CacheEvents:
         """Return the changes since the last call.
 
-        The result lists the tier's whole contents on the first call, or if `whole` is true.
+        Published are blocks that are known to be stored and have not been reported yet. Evicted are
+        reported blocks that are no longer known to be stored. The result lists the tier's whole
+        known contents on the first call, or if `whole` is true.
         """
         holds = self._tier.holds
         with self._lock:
@@ -64,7 +49,7 @@ class Holdings:
             reported = self._reported
             if reported is None or whole:
                 self._reported = dict.fromkeys(self._tier.known())
-                return TierChanges(True, tuple(self._reported), ())
+                return CacheEvents(True, tuple(self._reported), ())
             came = tuple(one for one in noted if one not in reported and holds(one) is True)
             checked = dict.fromkeys(
                 (
@@ -77,4 +62,4 @@ class Holdings:
                 del reported[one]
             gone = set(left)
             reported.update(dict.fromkeys(one for one in (*checked, *came) if one not in gone))
-            return TierChanges(False, came, left)
+            return CacheEvents(False, came, left)

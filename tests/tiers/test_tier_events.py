@@ -44,12 +44,12 @@ def test_reported_events_add_up_to_the_contents(held, steps, few):
     holdings = Holdings(tier)
     holdings.note([hash_of(9)])  # no client has asked, so there is nothing to remember
     first = holdings.take()
-    assert (first.is_whole, set(first.came), first.left) == (
+    assert (first.is_whole, set(first.published), first.evicted) == (
         True,
         {hash_of(one) for one in held},
         (),
     )
-    told = set(first.came)
+    told = set(first.published)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvboost_edge.tiers.tier_events._CHECKED_AGAIN", 2 if few else 100)
         for came, left, whole, notes_left in steps:
@@ -57,17 +57,17 @@ def test_reported_events_add_up_to_the_contents(held, steps, few):
             tier.blocks = tier_with(held).blocks
             holdings.note(map(hash_of, came | (left if notes_left else set())))
             found = holdings.take(whole)
-            assert not set(found.came) & set(found.left)
+            assert not set(found.published) & set(found.evicted)
             assert found.is_whole is whole
-            assert whole or (not set(found.came) & told and set(found.left) <= told)
-            told = set(found.came) | (set() if whole else told - set(found.left))
+            assert whole or (not set(found.published) & told and set(found.evicted) <= told)
+            told = set(found.published) | (set() if whole else told - set(found.evicted))
             assert told >= {hash_of(one) for one in held}, (
                 "all stored blocks must be reported immediately"
             )
             if not few:
                 assert told == {hash_of(one) for one in held}
         for _ in range(6):
-            told -= set(holdings.take().left)
+            told -= set(holdings.take().evicted)
     assert told == {hash_of(one) for one in held}
 
 
@@ -77,7 +77,7 @@ def test_unknown_blocks_are_not_reported(monkeypatch):
     known = {hash_of(1)}
     monkeypatch.setattr(tier, "holds", lambda prefix_hash: True if prefix_hash in known else None)
     holdings = Holdings(tier)
-    assert holdings.take().came == (hash_of(1),)
+    assert holdings.take().published == (hash_of(1),)
     holdings.note([hash_of(2)])
     assert holdings.take() == (False, (), ())
     known.clear()
@@ -101,15 +101,15 @@ def test_the_io_thread_reports_working_tiers_and_failures_once():
     io_thread.store(addresses, np.zeros((2, 8), np.uint8))
     io_thread.pump()
     held = io_thread.take_held()
-    assert set(held["near"].came) == {hash_of(1), hash_of(2)}
+    assert set(held["near"].published) == {hash_of(1), hash_of(2)}
     assert set(held) == {"near", "far", "disk"}
     assert held["far"] == (True, (), ()), "a failed tier must report that it holds nothing"
-    assert not held["disk"].came
+    assert not held["disk"].published
     assert set(io_thread.take_held()) == {"near", "disk"}
     near.blocks.clear()
     io_thread.load(1, addresses[1:])
     io_thread.pump()
-    assert set(io_thread.take_held()["near"].left) == {hash_of(1), hash_of(2)}
+    assert set(io_thread.take_held()["near"].evicted) == {hash_of(1), hash_of(2)}
 
 
 @pytest.mark.parametrize("kind", ["disk", "shelf"])

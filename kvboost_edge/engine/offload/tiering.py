@@ -21,11 +21,11 @@ from kvboost_edge.engine.offload.state_saving import SavedStates
 from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import Tier, TierStats
 from kvboost_edge.tiers.io_thread import IOChunk, IOThread
-from kvboost_edge.tiers.tier_events import TierChanges
 
 __all__ = [
     "NoTiers",
@@ -165,7 +165,7 @@ class NoTiers:
         """Return the statistics of each tier by name."""
         return {}
 
-    def take_held(self, whole: bool = False) -> Mapping[str, TierChanges]:
+    def take_held(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the hashes that each tier gained and lost since the last call.
 
         Any thread may call this method, but only one caller, because each call consumes the
@@ -394,7 +394,7 @@ class Tiering(NoTiers):
     def stats(self) -> Mapping[str, TierStats]:
         return self._io_thread.stats()
 
-    def take_held(self, whole: bool = False) -> Mapping[str, TierChanges]:
+    def take_held(self, whole: bool = False) -> dict[str, CacheEvents]:
         return self._io_thread.take_held(whole)
 
     @property
