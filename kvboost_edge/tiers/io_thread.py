@@ -202,19 +202,13 @@ class IOThread:
                 self._cancelled.discard(chunk.ticket)
             self._changed.notify_all()
 
-    @property
-    def room(self) -> int:
-        """Number of blocks that `store` would accept now."""
-        return self.room_for(self._block_bytes)
-
     def room_for(self, record_bytes: int) -> int:
-        """Return how many records with payloads of this size `store` would accept now."""
-        return max(0, (_QUEUE_BYTES - self._queued) // record_bytes)
+        """Return how many records with payloads of this size `store` would accept now.
 
-    @property
-    def has_state_room(self) -> bool:
-        """True if `store` would accept a state now. An empty queue accepts a state of any size."""
-        return not self._queued or self._queued + self._state_bytes <= _QUEUE_BYTES
+        An empty queue accepts one of any size.
+        """
+        least = 0 if self._queued else 1
+        return max(least, (_QUEUE_BYTES - self._queued) // record_bytes)
 
     def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
         """Queue blocks or states for every tier that lacks them.

@@ -340,10 +340,10 @@ FAULTS = faults(
             "            self._unsaved\n"
             "            and self._credit >= size\n"
             "            and self._io_thread.stores\n"
-            "            and self._io_thread.has_state_room\n"
+            "            and self._io_thread.room_for(size)\n"
             "        ):\n"
         ),
-        "        while self._unsaved and self._io_thread.stores and self._io_thread.has_state_room:\n",
+        "        while self._unsaved and self._io_thread.stores and self._io_thread.room_for(size):\n",
         "tests/engine/offload/test_state_saving.py",
     ),
     (

@@ -66,7 +66,7 @@ class SavedStates:
             self._unsaved
             and self._credit >= size
             and self._io_thread.stores
-            and self._io_thread.has_state_room
+            and self._io_thread.room_for(size)
         ):
             block_id = next(iter(self._unsaved))
             del self._unsaved[block_id]

@@ -328,7 +328,7 @@ class Tiering(NoTiers):
             self._io_thread.note_lost(sum(not holds(one.prefix_hash) for one in unsaved.values()))
             return
         dying = self._lacking(unsaved)
-        room = self._io_thread.room
+        room = self._room
         self._io_thread.note_lost(max(0, len(dying) - room))
         self._save(dict(itertools.islice(dying.items(), room)))
 
@@ -352,7 +352,7 @@ class Tiering(NoTiers):
         # Keep blocks in the pool while no tier can store them. A full disk may have room later.
         if not self._unsaved or not self._io_thread.stores:
             return
-        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._io_thread.room)
+        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._room)
         oldest = list(itertools.islice(self._unsaved, most))
         content = self._manager.content
         # A reset may have dropped a block, whose id then belongs to a block that stays in the pool.
@@ -366,6 +366,10 @@ class Tiering(NoTiers):
         self._save(
             self._lacking({block_id: one for block_id, one in found.items() if one is not None})
         )
+
+    @property
+    def _room(self) -> int:
+        return self._io_thread.room_for(self._backend.spec.bytes_per_block)
 
     def _lacking(self, blocks: Mapping[int, BlockAddress]) -> dict[int, BlockAddress]:
         """Return the blocks that at least one tier does not hold."""

@@ -84,3 +84,14 @@ def test_unused_write_budget_accumulates_up_to_one_state():
         computed_by(one.bench, list(range(first, first + 50)))
     assert [one.save(0), one.save(0)] == [1, 0]
     assert [one.save(40), one.save(40)] == [0, 1]
+
+
+def test_an_empty_queue_accepts_one_record_of_any_size():
+    one = saving()
+    assert one.io_thread.room_for(1 << 40) == 1
+    computed_by(one.bench, PROMPT)
+    one.saved.save_next(None)
+    assert one.io_thread.room_for(1 << 40) == 0
+    assert one.io_thread.room_for(SIZE) > 1
+    one.io_thread.pump()
+    assert one.io_thread.room_for(1 << 40) == 1
