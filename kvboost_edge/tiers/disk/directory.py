@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.file_names import DESCRIPTION, LOCK, is_space, write_whole
-from kvboost_edge.tiers.disk.sidecar import read_file
-from kvboost_edge.tiers.disk.system_calls import CHANGE, READ, WRITE, Files
+from kvboost_edge.tiers.disk.file_names import DESCRIPTION, LOCK, is_space
+from kvboost_edge.tiers.disk.system_calls import CHANGE, READ, WRITE, Files, read_file, write_whole
 
 __all__ = [
     "SpaceDirectory",

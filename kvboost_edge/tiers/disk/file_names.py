@@ -13,31 +13,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-
-from kvboost_edge.tiers.disk.system_calls import NEW, Files, transferred
 
 __all__ = [
     "DESCRIPTION",
     "LAST_SEGMENT",
     "LOCK",
     "ORDER",
+    "UNFINISHED",
     "is_own",
     "is_space",
     "leftovers",
     "segment_ids",
     "segment_path",
     "sidecar_path",
-    "write_whole",
 ]
 
 LOCK = "lock"
 DESCRIPTION = "space.json"
 ORDER = "order"
-_NEW = ".new"
+UNFINISHED = ".new"
 _SPACE = re.compile(r"[0-9a-f]{64}")
 _SEGMENT = re.compile(r"([0-7][0-9a-f]{7})\.kvs")
 _OWN = re.compile(r"lock|(space\.json|order|[0-7][0-9a-f]{7}\.kvx)(\.new)?|[0-7][0-9a-f]{7}\.kvs")
@@ -80,39 +77,5 @@ def leftovers(names: Iterable[str]) -> list[str]:
     return [
         name
         for name in names
-        if is_own(name) and name.endswith((_NEW, ".kvx")) and name not in held
+        if is_own(name) and name.endswith((UNFINISHED, ".kvx")) and name not in held
     ]
-
-
-def write_whole(
-    files: Files, path: Path, data: bytes, *, durable: bool = True, mark: str = ""
-) -> None:
-    """Write a file atomically.
-
-    Args:
-        files: system calls to use.
-        path: path of the file, which is replaced if it exists.
-        data: contents to write.
-        durable: sync the contents to the device before the file is renamed to `path`.
-        mark: part of the temporary file's name, which several writers of `path` need.
-
-    Raises:
-        OSError: the file could not be written.
-    """
-    new = path.with_name(path.name + mark + _NEW)
-    # Never write into an existing file, because it might be a link to another file.
-    files.unlink(new)
-    handle = files.open(new, NEW)
-    try:
-        try:
-            if transferred(files.write, handle, [memoryview(data)], 0) != len(data):
-                raise OSError(f"only a part of {new} could be written")
-            if durable:
-                files.sync(handle)
-        finally:
-            files.close(handle)
-        files.replace(new, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            files.unlink(new)  # do not waste space if the disk is full
-        raise

@@ -28,16 +28,18 @@ from kvboost_edge.tiers.disk.file_names import (
     segment_ids,
     segment_path,
     sidecar_path,
+)
+from kvboost_edge.tiers.disk.sidecar import Scan, SegmentRecord, decode_sidecar, encode_sidecar
+from kvboost_edge.tiers.disk.system_calls import (
+    CHANGE,
+    NEW,
+    READ,
+    Files,
+    passes,
+    read_file,
+    transferred,
     write_whole,
 )
-from kvboost_edge.tiers.disk.sidecar import (
-    Scan,
-    SegmentRecord,
-    decode_sidecar,
-    encode_sidecar,
-    read_file,
-)
-from kvboost_edge.tiers.disk.system_calls import CHANGE, NEW, READ, Files, passes, transferred
 
 __all__ = ["SegmentFile", "SegmentFiles"]
 

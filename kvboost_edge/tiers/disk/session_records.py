@@ -37,8 +37,7 @@ from kvboost_edge.config import MAX_SESSION_BYTES, MAX_SESSIONS, SESSION_SECONDS
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.shareable import ALL_TOKENS
 from kvboost_edge.tiers.disk.directory import check_owner
-from kvboost_edge.tiers.disk.file_names import write_whole
-from kvboost_edge.tiers.disk.system_calls import READ, Files, transferred
+from kvboost_edge.tiers.disk.system_calls import Files, read_file, write_whole
 
 __all__ = [
     "Session",
@@ -379,19 +378,9 @@ class SessionStore:
         if self._root is None:
             return self._in_memory.get(owner, {}).get(key)
         try:
-            handle = self._files.open(self._path(owner, key), READ)
+            return read_file(self._files, self._path(owner, key), most, cuts=True)
         except OSError:
             return None
-        try:
-            size = min(self._files.size(handle), most)
-            data = bytearray(size)
-            if data:
-                transferred(self._files.read, handle, [memoryview(data)], 0)
-            return bytes(data)
-        except OSError:
-            return None
-        finally:
-            self._files.close(handle)
 
     def _write(self, owner: str, key: str, data: bytes) -> None:
         if self._root is None:

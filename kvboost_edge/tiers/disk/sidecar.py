@@ -7,15 +7,14 @@ all preceding bytes.
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from kvboost_edge.tiers.disk.system_calls import READ, Files, passes, transferred
+from kvboost_edge.tiers.disk.system_calls import Files, transferred
 from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 
-__all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
+__all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded"]
 
 _MAGIC = b"KVBIDX\x00\x01"
 # Magic, space, segment number, number of records, offset of the end of the last record.
@@ -26,8 +25,6 @@ _SUM_BYTES = 16
 # Bytes of the first read of a header.  Longer headers are reread as a whole.
 _HEADER_BYTES = 4096
 _SEARCH_BYTES = 1 << 20
-# Maximum size of a file read as a whole, enough for a manifest of 30 million blocks.
-_LONGEST = 256 << 20
 
 
 class SegmentRecord(NamedTuple):
@@ -180,30 +177,3 @@ class Scan:
         data = self._read(record.offset, record.header_bytes + record.payload_bytes)
         header = decode_header(data)
         return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])
-
-
-def read_file(files: Files, path: Path) -> bytes | None:
-    """Return the contents of a small file, or None.
-
-    None means that the file does not exist, cannot be read, or is too large to belong to the tier.
-
-    Raises:
-        OSError: a transient failure, after which a retry may succeed.
-    """
-    handle = None
-    try:
-        handle = files.open(path, READ)
-        size = files.size(handle)
-        if size > _LONGEST:
-            return None
-        data = bytearray(size)
-        return (
-            bytes(data[: transferred(files.read, handle, [memoryview(data)], 0)]) if data else b""
-        )
-    except OSError as error:
-        if passes(error):
-            raise
-        return None
-    finally:
-        if handle is not None:
-            files.close(handle)

@@ -22,13 +22,13 @@ from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory
-from kvboost_edge.tiers.disk.file_names import ORDER, write_whole
+from kvboost_edge.tiers.disk.file_names import ORDER
 from kvboost_edge.tiers.disk.index import Index, IndexEntry
 from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
 from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
 from kvboost_edge.tiers.disk.segment_sealing import Sealer
-from kvboost_edge.tiers.disk.sidecar import padded, read_file
-from kvboost_edge.tiers.disk.system_calls import Files, is_full, passes
+from kvboost_edge.tiers.disk.sidecar import padded
+from kvboost_edge.tiers.disk.system_calls import Files, is_full, passes, read_file, write_whole
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
 __all__ = ["FOLLOW_S", "SEGMENT_BYTES", "Store"]

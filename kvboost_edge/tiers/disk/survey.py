@@ -15,8 +15,8 @@ from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.tiers.disk.capacity import space_directories
 from kvboost_edge.tiers.disk.directory import describe, is_locked, lock_directory
 from kvboost_edge.tiers.disk.file_names import LOCK, is_own, segment_ids, segment_path, sidecar_path
-from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar, read_file
-from kvboost_edge.tiers.disk.system_calls import READ, Files
+from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar
+from kvboost_edge.tiers.disk.system_calls import READ, Files, read_file
 
 __all__ = [
     "FoundSpace",

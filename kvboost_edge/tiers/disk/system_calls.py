@@ -1,6 +1,6 @@
-"""System calls of the disk tier, gathered in one class.
+"""System calls of the disk tier, gathered in one class, and the functions on whole files.
 
-Platform differences are handled only here, and tests replace the class to make calls fail. All
+Platform differences are handled only here, and tests replace the class to make calls fail. All its
 methods may raise OSError.
 """
 
@@ -18,8 +18,20 @@ from pathlib import Path
 
 from kvboost_edge.host.atomic_files import is_open, replace_file
 from kvboost_edge.host.file_lock import try_lock
+from kvboost_edge.tiers.disk.file_names import UNFINISHED
 
-__all__ = ["CHANGE", "NEW", "READ", "WRITE", "Files", "is_full", "passes", "transferred"]
+__all__ = [
+    "CHANGE",
+    "NEW",
+    "READ",
+    "WRITE",
+    "Files",
+    "is_full",
+    "passes",
+    "read_file",
+    "transferred",
+    "write_whole",
+]
 
 READ = os.O_RDONLY
 CHANGE = os.O_RDWR
@@ -33,6 +45,9 @@ _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _PASSING = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 )
+# Maximum size of a file of the tier that is read as a whole, enough for a manifest of 30 million
+# blocks.
+_LONGEST = 256 << 20
 
 
 class Files:
@@ -246,6 +261,75 @@ def transferred(
             break
         done += moved
     return done
+
+
+def read_file(
+    files: Files, path: Path, most: int = _LONGEST, *, cuts: bool = False
+) -> bytes | None:
+    """Return the contents of a file, or None.
+
+    None means that the file does not exist, cannot be read, or has more than `most` bytes.
+
+    Args:
+        files: system calls to use.
+        path: path of the file.
+        most: number of bytes to read at most.
+        cuts: return the first `most` bytes of a larger file instead of None.
+
+    Raises:
+        OSError: a transient failure, after which a retry may succeed.
+    """
+    handle = None
+    try:
+        handle = files.open(path, READ)
+        size = files.size(handle)
+        if size > most and not cuts:
+            return None
+        data = bytearray(min(size, most))
+        return (
+            bytes(data[: transferred(files.read, handle, [memoryview(data)], 0)]) if data else b""
+        )
+    except OSError as error:
+        if passes(error):
+            raise
+        return None
+    finally:
+        if handle is not None:
+            files.close(handle)
+
+
+def write_whole(
+    files: Files, path: Path, data: bytes, *, durable: bool = True, mark: str = ""
+) -> None:
+    """Write a file atomically.
+
+    Args:
+        files: system calls to use.
+        path: path of the file, which is replaced if it exists.
+        data: contents to write.
+        durable: sync the contents to the device before the file is renamed to `path`.
+        mark: part of the temporary file's name, which several writers of `path` need.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    new = path.with_name(path.name + mark + UNFINISHED)
+    # Never write into an existing file, because it might be a link to another file.
+    files.unlink(new)
+    handle = files.open(new, NEW)
+    try:
+        try:
+            if transferred(files.write, handle, [memoryview(data)], 0) != len(data):
+                raise OSError(f"only a part of {new} could be written")
+            if durable:
+                files.sync(handle)
+        finally:
+            files.close(handle)
+        files.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(new)  # do not waste space if the disk is full
+        raise
 
 
 def _after(buffers: Sequence[memoryview], skipped: int) -> list[memoryview]:
