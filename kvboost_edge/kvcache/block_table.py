@@ -47,10 +47,14 @@ class PrefixEntry(NamedTuple):
     depth: int = 0
 
     @property
+    def own_tokens(self) -> bytes:
+        """The block's tokens without a root."""
+        return self.tokens if self.parent_serial else self.tokens[len(self.parent_hash) :]
+
+    @property
     def address(self) -> BlockAddress:
-        """Content address of the block. Its tokens do not include the root."""
-        tokens = self.tokens if self.parent_serial else self.tokens[len(self.parent_hash) :]
-        return BlockAddress(self.prefix_hash, self.parent_hash, tokens)
+        """Content address of the block."""
+        return BlockAddress(self.prefix_hash, self.parent_hash, self.own_tokens)
 
 
 class TableEntry(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_table import PrefixEntry
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
+from kvboost_edge.kvcache.hashing import LoneRoot
 from kvboost_edge.reuse.found_runs import Run
 from kvboost_edge.reuse.span_index import SpanIndex
 
@@ -43,7 +43,6 @@ class BlockHistory:
 
     def __init__(self, limit: int, block_size: int) -> None:
         self.index = SpanIndex(limit, block_size)
-        self._size = block_size
         self._free = list(range(limit))
         # Index slots by prefix hash, oldest first.
         self._places: OrderedDict[bytes, int] = OrderedDict()
@@ -62,16 +61,7 @@ class BlockHistory:
         place = self._free.pop()
         self._places[entry.prefix_hash] = place
         self._entries[place] = entry
-        if not isinstance(entry.root, LoneRoot):
-            tokens = entry.tokens[-self._size * TOKEN_BYTES :]
-            self.index.offer(
-                entry.root,
-                place,
-                entry.serial,
-                entry.parent_serial,
-                tokens,
-                entry.depth * self._size,
-            )
+        self.index.offer_entry(place, entry)
 
     def left(self, block_id: int) -> None:
         """Record that a block is no longer published."""
@@ -96,13 +86,13 @@ class BlockHistory:
         return list(found)
 
     def _chain(self, entry: PrefixEntry) -> Chain | None:
-        pieces = [entry.tokens[-self._size * TOKEN_BYTES :]]
+        pieces = [entry.own_tokens]
         while entry.depth:
             place = self._places.get(entry.parent_hash)
             if place is None or self._entries[place].depth != entry.depth - 1:
                 return None
             entry = self._entries[place]
-            pieces.append(entry.tokens[-self._size * TOKEN_BYTES :])
+            pieces.append(entry.own_tokens)
         root = entry.root
         # The text was computed on its own, after less than a block of context.
         if root != entry.parent_hash:

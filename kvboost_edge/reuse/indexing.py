@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_table import PrefixEntry, Span
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.block_history import BlockHistory, Chain
 from kvboost_edge.reuse.recompute import Repair
@@ -97,13 +96,7 @@ class SpanFinder:
         assert self._index is not None
         if self._remembered is not None:
             self._remembered.entered(block_id, entry)
-        if isinstance(entry.root, LoneRoot):  # a hidden block, which only provides context
-            return
-        size = self._manager.block_size
-        tokens = entry.tokens[-size * TOKEN_BYTES :]
-        self._index.offer(
-            entry.root, block_id, entry.serial, entry.parent_serial, tokens, entry.depth * size
-        )
+        self._index.offer_entry(block_id, entry)
 
     def left(self, block_id: int) -> None:
         """Record that a block is no longer published."""

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.span_tables import HASH_BITS, MODULUS, NONE, SpanTables
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES
+from kvboost_edge.kvcache.block_table import PrefixEntry
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
 
 __all__ = ["SpanIndex"]
@@ -146,6 +147,18 @@ class SpanIndex:
         self._by_serial[serial] = block_id
         self._lead(block_id)
         self._join(block_id, serial, parent_serial)
+
+    def offer_entry(self, block_id: int, entry: PrefixEntry) -> None:
+        """Add a published block, unless it is a hidden block, which only provides context."""
+        if not isinstance(entry.root, LoneRoot):
+            self.offer(
+                entry.root,
+                block_id,
+                entry.serial,
+                entry.parent_serial,
+                entry.own_tokens,
+                entry.depth * self.block_size,
+            )
 
     def withdraw(self, block_id: int) -> None:
         """Remove a block from the index.
