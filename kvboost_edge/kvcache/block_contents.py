@@ -148,11 +148,11 @@ class BlockContents:
                 the hash it is asked for.
         """
         data = encode_tokens(token_ids)
-        match = self._lookup.named(data, self._lookup.match(data, root, known))
+        match = self._index.named(data, self._lookup.match(data, root, known))
         return AddressesAfter(len(match.block_ids), match.beyond, self._addresses(data, match))
 
     def _addresses(self, data: bytes, match: PrefixMatch) -> Iterator[BlockAddress]:
-        size = self._lookup.block_bytes
+        size = self._index.block_bytes
         parent = match.prefix_hash
         for index, prefix_hash in enumerate(
             self._lookup.awaitable(data, match), len(match.block_ids)

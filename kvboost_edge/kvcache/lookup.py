@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.evicted_hashes import EvictedHashes
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
-from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES
+from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
 __all__ = ["Lookup"]
 
@@ -31,7 +31,6 @@ class Lookup:
         index: the prefix index.
         num_blocks: number of blocks in the pool.
         block_size: tokens per block.
-        hash_fn: chain hash function.
         whole_blocks: full blocks cannot be rewritten, because their KV is quantized. The block with
             a prompt's last token is then never shared. Otherwise it is shared, and only the last
             token is recomputed.
@@ -44,7 +43,6 @@ class Lookup:
         "_deepest",
         "_dropped",
         "_forgotten",
-        "_hash_fn",
         "_index",
         "_most_forgotten",
         "whole_blocks",
@@ -55,7 +53,6 @@ class Lookup:
         index: PrefixIndex,
         num_blocks: int,
         block_size: int,
-        hash_fn: HashFn,
         whole_blocks: bool,
         deepest: Callable[[Sequence[int]], int] = len,
     ) -> None:
@@ -63,7 +60,6 @@ class Lookup:
         self._deepest = deepest
         self._index = index
         self._block_size = block_size
-        self._hash_fn = hash_fn
         # Recently dropped blocks, oldest first. The value is 1 if the block was used again and 0 if
         # not. It is None if the miss was already counted, or if the block was dropped without an
         # eviction.
@@ -71,19 +67,14 @@ class Lookup:
         self._dropped = EvictedHashes(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
-    @property
-    def block_bytes(self) -> int:
-        """Size of one block's encoded tokens, in bytes."""
-        return self._block_size * TOKEN_BYTES
-
     def published(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
         """Return the longest published prefix, including blocks that cannot be shared."""
-        return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
+        return self._index.match(data, root, known)
 
     def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
         """Return the longest published prefix that can be shared."""
         found = self.published(data, root, known)
-        covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
+        covers_all = len(found.block_ids) * self._index.block_bytes == len(data)
         if self.whole_blocks and found.block_ids and covers_all:
             # The last block is cached but not writable, so there is no block to wait for.
             found = self._cut(found, root, len(found.block_ids) - 1)._replace(next_hash=None)
@@ -110,7 +101,7 @@ class Lookup:
 
     def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Return the hashes of the full blocks after the match."""
-        return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn, known)
+        return self._index.rest(data, match, known)
 
     def awaitable(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
         """Return the hashes of full blocks after the match that can be shared once published."""
@@ -119,15 +110,6 @@ class Lookup:
             return rest
         servable_blocks = max(len(data) // TOKEN_BYTES - 1, 0) // self._block_size
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
-
-    def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
-        """Return the match with its `next_hash` recomputed instead of taken from `known`."""
-        if match.next_hash is None:
-            return match
-        start = len(match.block_ids) * self.block_bytes
-        return match._replace(
-            next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes])
-        )
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
         """Remember that a published block was dropped.

@@ -84,27 +84,23 @@ class KVCacheManager(PoolUsage):
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
             raise ConfigError(f"block_size={block_size!r} must be an integer of at least 1")
         self._pool = BlockPool(num_blocks, policy)
-        self._index = PrefixIndex(num_blocks)
+        self._index = PrefixIndex(num_blocks, block_size, hash_fn)
         self._hash_fn = hash_fn
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
         self.recurrent: TableStates | NoTableStates = NoTableStates()
         if state_sizes is None:
-            self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
+            self._lookup = Lookup(self._index, num_blocks, block_size, whole_blocks)
         else:
             held = self._pool.held()
             self.recurrent = TableStates(state_sizes, block_size, self._index, held)
             # Snapshots are taken at the ends of blocks, and the last token of a prompt must be
             # computed. The block with the last token is therefore never shared.
-            self._lookup = Lookup(
-                self._index, num_blocks, block_size, hash_fn, True, self.recurrent.deepest
-            )
+            self._lookup = Lookup(self._index, num_blocks, block_size, True, self.recurrent.deepest)
         self._uses = Uses(num_blocks)
         self._opener = Opener(self._lookup, self._pool, self._uses, self._claims, block_size)
-        self.pins = Pins(
-            self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks
-        )
+        self.pins = Pins(self._pool, self._index, self._uses, block_size, max_pinned_blocks)
         self.content = BlockContents(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks, self.recurrent.slots)
         # Ids of blocks allocated, and of unmatchable blocks freed, since the last drain. The dicts

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
-from kvboost_edge.kvcache.hashing import HashFn, known_hash
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, known_hash
 
-__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher", "rest_hashes"]
+__all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher"]
 
 ROOT_SERIAL = 0  # parent of every first block, whose `tokens` begin with the root itself
 
@@ -41,39 +41,26 @@ class Watcher(Protocol):
     def left(self, block_id: int) -> None: ...
 
 
-def rest_hashes(
-    data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn, known: bytes = b""
-) -> Iterator[bytes]:
-    """Yield the hashes of the full blocks of `data` after a match, in order.
-
-    Args:
-        data: encoded tokens.
-        match: longest published prefix of `data`.
-        block_bytes: encoded bytes per block.
-        hash_fn: chain hash function.
-        known: precomputed hashes of the first blocks, see `PrefixIndex.match`.
-    """
-    prefix_hash = match.next_hash
-    if prefix_hash is None:
-        return
-    yield prefix_hash
-    for index in range(len(match.block_ids) + 1, len(data) // block_bytes):
-        prefix_hash = known_hash(known, index) or hash_fn(
-            prefix_hash, data[index * block_bytes : (index + 1) * block_bytes]
-        )
-        yield prefix_hash
-
-
 class PrefixIndex:
     """Hash table of the entries of published blocks.
 
     A lookup compares hash, tokens and parent serial. By induction over the chain, this verifies the
     whole prefix, including the root. A hash collision therefore never serves wrong KV.
+
+    Args:
+        num_blocks: number of blocks in the pool.
+        block_size: tokens per block.
+        hash_fn: chain hash function.
+
+    Attributes:
+        block_bytes: size of one block's encoded tokens, in bytes.
     """
 
-    __slots__ = ("_buckets", "_entries", "_next_serial", "_watchers")
+    __slots__ = ("_buckets", "_entries", "_hash_fn", "_next_serial", "_watchers", "block_bytes")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hash_fn: HashFn) -> None:
+        self.block_bytes = block_size * TOKEN_BYTES
+        self._hash_fn = hash_fn
         self._entries: list[PrefixEntry | None] = [None] * num_blocks
         # Block ids by hash. Nearly all buckets hold a single block, and a tuple takes half the
         # memory of a list.
@@ -120,21 +107,19 @@ class PrefixIndex:
                 return block_id
         return None
 
-    def match(
-        self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn, known: bytes = b""
-    ) -> PrefixMatch:
+    def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
         """Return the longest prefix of `data` whose full blocks are all published.
 
         Args:
             data: encoded tokens.
             root: root hash of the chain.
-            block_bytes: encoded bytes per block.
-            hash_fn: chain hash function.
             known: hashes of the first blocks, which save hashing (see `known_hash`). A wrong hash
                 ends the match early, because tokens and parent are compared too.
         """
         entries = self._entries
         find = self.find
+        hash_fn = self._hash_fn
+        block_bytes = self.block_bytes
         block_ids: list[int] = []
         prefix_hash = root
         serial = ROOT_SERIAL
@@ -151,6 +136,35 @@ class PrefixIndex:
             serial = entry.serial
             head = b""
         return PrefixMatch(block_ids, prefix_hash, serial, None)
+
+    def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
+        """Yield the hashes of the full blocks of `data` after a match, in order.
+
+        Args:
+            data: encoded tokens.
+            match: longest published prefix of `data`.
+            known: precomputed hashes of the first blocks, see `match`.
+        """
+        prefix_hash = match.next_hash
+        if prefix_hash is None:
+            return
+        yield prefix_hash
+        hash_fn = self._hash_fn
+        block_bytes = self.block_bytes
+        for index in range(len(match.block_ids) + 1, len(data) // block_bytes):
+            prefix_hash = known_hash(known, index) or hash_fn(
+                prefix_hash, data[index * block_bytes : (index + 1) * block_bytes]
+            )
+            yield prefix_hash
+
+    def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
+        """Return a match with its `next_hash` recomputed instead of taken from `known`."""
+        if match.next_hash is None:
+            return match
+        start = len(match.block_ids) * self.block_bytes
+        return match._replace(
+            next_hash=self._hash_fn(match.prefix_hash, data[start : start + self.block_bytes])
+        )
 
     def publish(
         self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any

@@ -4,11 +4,12 @@ import pytest
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import PrefixEntry
+from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
 
 def test_a_bucket_holds_several_blocks():
-    index = PrefixIndex(4)
+    index = PrefixIndex(4, 16, chain_hash)
     for block_id in range(4):
         index.publish(block_id, b"h", bytes([block_id]), 0)
     assert [index.find(b"h", bytes([block_id]), 0) for block_id in range(4)] == [0, 1, 2, 3]
@@ -22,7 +23,7 @@ def test_a_bucket_holds_several_blocks():
 
 
 def test_publishing_twice_or_withdrawing_unknown_blocks_raises():
-    index = PrefixIndex(2)
+    index = PrefixIndex(2, 16, chain_hash)
     index.publish(0, b"h", b"t", 0)
     with pytest.raises(CacheCorruption, match="already published"):
         index.publish(0, b"g", b"u", 0)
@@ -45,7 +46,7 @@ def test_publishing_twice_or_withdrawing_unknown_blocks_raises():
     ],
 )
 def test_check_detects_each_inconsistency(damage):
-    index = PrefixIndex(2)
+    index = PrefixIndex(2, 16, chain_hash)
     assert index.publish(0, b"h", b"t", 0) == 1
     index.publish(1, b"g", b"u", 1)
     index.check()

@@ -14,7 +14,7 @@ from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, Req
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.eviction.order import RETAINED
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
+from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
 __all__ = ["Pins"]
@@ -53,7 +53,6 @@ class Pins:
         index: the prefix index.
         uses: usage of the blocks.
         block_size: tokens per block.
-        hash_fn: chain hash function.
         max_blocks: maximum number of pinned blocks, at most half the pool. None means half the
             pool.
 
@@ -68,7 +67,6 @@ class Pins:
         index: PrefixIndex,
         uses: Uses,
         block_size: int,
-        hash_fn: HashFn,
         max_blocks: int | None,
     ) -> None:
         half = pool.num_blocks // 2
@@ -83,7 +81,6 @@ class Pins:
         self._index = index
         self._uses = uses
         self._block_size = block_size
-        self._hash_fn = hash_fn
         # Pins by the serial of their last block, which identifies the whole prefix and is never
         # reused.
         self._pins: dict[int, _Pin] = {}
@@ -277,7 +274,7 @@ class Pins:
     def _match(self, token_ids: Sequence[int], root: bytes) -> PrefixMatch:
         num_full = len(token_ids) // self._block_size
         data = encode_tokens(token_ids[: num_full * self._block_size])
-        return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn)
+        return self._index.match(data, root)
 
     def _end(self, serial: int) -> None:
         pin = self._pins.pop(serial)

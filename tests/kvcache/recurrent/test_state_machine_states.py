@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from helpers.kvcache.pool_model import POISON, ROOTS, Asking, picks, tokens_lists
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash, encode_tokens
+from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 from kvcache.test_state_machine import LONG, NUM_EXAMPLES, STEPS
@@ -328,12 +328,8 @@ class StatesMachine(Asking):
         for one in getattr(self, "live", []):
             if one.uses_cache:
                 full = one.table.num_computed_tokens // self.size
-                match = self.manager._index.match(
-                    encode_tokens(one.tokens[: full * self.size]),
-                    one.root,
-                    self.size * TOKEN_BYTES,
-                    chain_hash,
-                )
+                data = encode_tokens(one.tokens[: full * self.size])
+                match = self.manager._index.match(data, one.root)
                 assert match.block_ids == one.table.block_ids[:full]
 
     def teardown(self):
