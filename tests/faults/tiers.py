@@ -43,7 +43,7 @@ _DISK = (
         "tiers/disk/directory.py",
         'return self.why_not == ""',
         "return True",
-        f"{_TIER}::test_a_second_process_is_read_only_and_reports_it",
+        f"{_FOLLOWING}::test_a_reader_becomes_owner_when_the_owner_ends",
     ),
     fault(
         "a reader trusts a record whose payload is not written yet",

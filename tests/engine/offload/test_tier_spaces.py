@@ -58,6 +58,9 @@ def test_different_engines_share_a_directory_but_no_blocks(models, tmp_path):
                 np.testing.assert_array_equal(engine.logits(PROMPT, start=350), cold)
                 tier = engine.paged_stats()["tiers"]["disk"]
                 assert (tier["refused"], tier["errors"], tier["state"]) == (0, 0, "")
+                if is_known:
+                    other = engine.generate(PROMPT, max_new_tokens=1, tenant="another")
+                    assert other.cached_tokens == 0
             assert sum(path.stat().st_size for path in root.glob("*/*.kvs")) <= CAP
     assert sum(path.is_dir() for path in root.iterdir()) == len(ENGINES)
     assert len({path.parent for path in root.glob("*/*.kvs")}) < len(ENGINES), (

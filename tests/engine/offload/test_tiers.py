@@ -4,7 +4,6 @@ faults.
 
 import errno
 
-import numpy as np
 import pytest
 
 from helpers.clocks import give_timer
@@ -352,45 +351,7 @@ def test_use_is_reported_to_the_tier(kind):
     assert sorted(tier.touched) == sorted(tier.blocks)
 
 
-@pytest.fixture(scope="module")
-def cold():
-    found = {}
-    for bits in (16, 8, (8, 4), 4):
-        with CPUPagedEngine.from_pretrained(
-            "kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits
-        ) as engine:
-            found[bits] = engine.logits(TOKENS, start=200)
-    return found
-
-
 TOKENS = random_ids(230, 3, 10, 250)
-
-
-@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
-def test_a_restarted_engine_gives_bit_equal_answers(tmp_path, bits, cold):
-    options = {
-        "num_blocks": 64,
-        "kv_cache_bits": bits,
-        "disk_cache_dir": tmp_path,
-        "debug_checks": True,
-    }
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
-        engine.warm(TOKENS)
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
-        result = engine.generate(TOKENS, max_new_tokens=1, temperature=0.0)
-        assert result.hit_tokens == {"pool": 0, "disk": 224}
-        engine.reset_cache()
-        np.testing.assert_array_equal(engine.logits(TOKENS, start=200), cold[bits])
-        assert engine.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
-
-
-def test_blocks_of_another_kv_width_are_misses(tmp_path):
-    found = []
-    for bits in (16, 8, 16):
-        options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path}
-        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
-            found.append(engine.generate(TOKENS, max_new_tokens=1).hit_tokens.get("disk", 0))
-    assert found == [0, 0, 224]
 
 
 def test_an_unusable_directory_is_logged_and_the_engine_runs(tmp_path, caplog):

@@ -158,15 +158,6 @@ def test_files_of_another_space_are_not_served(sound, tmp_path):
         assert read(tier, BLOCKS) == len(BLOCKS)
 
 
-def test_another_length_of_blocks_is_not_served(sound, tmp_path):
-    directory = copy_of(sound, tmp_path / "copy")
-    with opened(directory) as tier:
-        for nbytes in (PAYLOAD_BYTES // 2, PAYLOAD_BYTES * 2):
-            for block in BLOCKS[:10]:
-                assert tier.read([block], [memoryview(bytearray(nbytes))]) == 0
-        assert tier.stat().refused == 10
-
-
 @pytest.mark.parametrize("name", ["00000001.kvs", "00000001.kvx", "order", "space.json"])
 def test_garbage_links_and_directories_in_place_of_files(sound, tmp_path, name):
     secret = tmp_path / "secret"

@@ -12,10 +12,8 @@ import shutil
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from helpers.server.live_servers import wait_until
 from helpers.tiers.disk_cases import (
     OTHER_SPACE,
     chain,
@@ -34,7 +32,6 @@ from helpers.tiers.disk_cases import (
 from helpers.tiers.disk_faults import ERRORS, FaultyFiles, fails, moves_half, moves_nothing
 from kvboost_edge.tiers.disk.segment_sealing import Sealer
 from kvboost_edge.tiers.disk.store import FOLLOW_S
-from kvboost_edge.tiers.io_thread import IOThread
 
 BLOCKS = chain(40)  # three segments
 LATER = chain(20, 5)
@@ -98,24 +95,6 @@ def test_a_reader_does_not_poll_in_between(tmp_path, clock):
         assert files.calls == before + 5 * 2
 
 
-def test_an_idle_io_thread_sees_new_blocks_within_a_second(tmp_path):
-    with opened(tmp_path) as owner, opened_apart(tmp_path) as reader:
-        io_thread = IOThread([reader], 4000)
-        io_thread.start(io_thread.release)
-        try:
-            for seed in range(2):
-                write(owner, chain(5, seed))
-                last = chain(5, seed)[-1].prefix_hash
-                wait_until(lambda last=last: io_thread.may_hold(last), "a new block", 5)
-            assert not io_thread.stores
-            die(owner)
-            wait_until(lambda: io_thread.stores, "the reader to take over", 5)
-            io_thread.store(LATER, np.zeros((len(LATER), 4000), np.uint8))
-            wait_until(lambda: reader.holds(LATER[-1].prefix_hash), "blocks to be stored")
-        finally:
-            io_thread.close()
-
-
 def test_a_reader_sees_only_complete_records(tmp_path, clock):
     """The reader polls after every part of a write."""
     looks = []
@@ -173,6 +152,7 @@ def test_a_block_of_a_deleted_segment_is_a_miss(tmp_path, clock):
     with opened(tmp_path) as owner, opened_apart(tmp_path, clock=clock) as reader:
         write(owner, BLOCKS)
         clock.tick(reader)
+        assert read(reader, BLOCKS) == len(BLOCKS)
         segments(tmp_path)[0].unlink()
         assert len(present(reader, BLOCKS)) == len(BLOCKS) - 15
         assert reader.stat().refused == 0

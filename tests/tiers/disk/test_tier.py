@@ -1,10 +1,7 @@
 """A disk tier keeps its blocks over restarts and has one writer at a time."""
 
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,6 @@ from helpers.tiers.disk_cases import (
     payload,
     present,
     read,
-    segments,
     write,
 )
 from kvboost_edge.errors import ConfigError
@@ -70,11 +66,14 @@ def test_a_block_with_another_address_is_refused_and_dropped(tmp_path, part):
 
 
 def test_a_block_of_another_length_is_refused(tmp_path):
-    block = chain(2)[1]
-    for nbytes in (3999, 4001, 64):
+    blocks = chain(2)
+    for nbytes in (3999, 4001, 64, 2000, 8000):
         with opened(tmp_path / str(nbytes)) as tier:
-            write(tier, [block])
-            assert tier.read([block], [memoryview(bytearray(nbytes))]) == 0
+            write(tier, blocks)
+            assert tier.read(blocks[1:], [memoryview(bytearray(nbytes))]) == 0
+            assert tier.stat().refused == 1
+        with opened(tmp_path / str(nbytes)) as tier:
+            assert tier.read(blocks[:1], [memoryview(bytearray(nbytes))]) == 0
             assert tier.stat().refused == 1
 
 
@@ -154,34 +153,6 @@ def test_two_threads_write_and_read_one_store(tmp_path):
     assert results == [list(range(4, 44, 4))] * 4
 
 
-CHILD = """
-import sys
-from pathlib import Path
-from helpers.tiers.disk_cases import chain, opened, present, read, write
-with opened(Path(sys.argv[1])) as tier:
-    state = tier.stat()
-    print(int(state.writable), write(tier, chain(9)), read(tier, chain(9)), state.state)
-"""
-
-
-def run_child(directory):
-    tests = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
-    command = [sys.executable, "-c", CHILD, str(directory)]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-
-
-def test_a_second_process_is_read_only_and_reports_it(tmp_path):
-    with opened(tmp_path) as tier:
-        write(tier, chain(8))
-        assert run_child(tmp_path).startswith("0 8 8 ")
-        assert "owned by another process" in run_child(tmp_path)
-        assert read(tier, chain(8)) == 8
-    assert run_child(tmp_path) == "1 9 9 \n"
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
@@ -211,28 +182,6 @@ def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
     os.waitpid(child, 0)
     for end in (*ready, *ended):
         os.close(end)
-
-
-def test_a_reader_tolerates_removed_segments(tmp_path):
-    """A store that does not own the files misses removed blocks and never returns bytes of another
-    block.
-    """
-    from kvboost_edge.tiers.disk import tier as module
-
-    blocks = chain(60)
-    with opened(tmp_path) as owner:
-        write(owner, blocks)
-        mine = dict(module._stores)
-        module._stores.clear()  # as another process would
-        with opened(tmp_path) as reader:
-            assert not reader.stat().writable
-            assert read(reader, blocks[:20]) == 20
-            assert len(segments(tmp_path)) > 2
-            segments(tmp_path)[0].unlink()
-            segments(tmp_path)[1].unlink()
-            assert len(present(reader, blocks)) == 60 - 2 * 15
-            assert reader.stat().refused == 0
-        module._stores.update(mine)
 
 
 @pytest.mark.parametrize("cap", [0, -1, True, 1.5e9, (1 << 20) - 1])
