@@ -8,7 +8,6 @@ from helpers.kvcache.recurrent_snapshots import cold, manager_of, states_of
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
 
 def fill(manager, tokens):
@@ -71,22 +70,3 @@ def test_states_are_reported_with_their_blocks_and_when_dropped():
     manager.reset()
     assert set(manager.events.take().evicted) == {*blocks, state_hash(blocks[0])}
     assert not manager.events._states
-
-
-def test_models_without_states_report_blocks_only():
-    """For the same tokens, a model with recurrent state adds only the `state_hash` of its snapshot."""
-    plain, keeps = (KVCacheManager(8, B, state_sizes=sizes) for sizes in (None, StateSizes(8)))
-    tokens = list(range(3 * B + 1))
-    told = []
-    for manager in (plain, keeps):
-        manager.events.take()
-        if manager.states is None:
-            fill(manager, tokens)
-        else:
-            cold(manager, tokens)
-        told.append(manager.events.take())
-    assert told[0] == CacheEvents(False, prefix_hashes(tokens, ROOTS[0], B), ())
-    assert told[1].published == (
-        *prefix_hashes(tokens, ROOT, B),
-        state_hash(prefix_hashes(tokens, ROOT, B)[2]),
-    )
