@@ -325,6 +325,8 @@ def test_close_fails_running_and_later_requests():
         assert_raises(KVBoostError, "closed before", handle.result, 30)
         handle.cancel()
     engine.close()
+    assert not engine.is_alive()
+    assert engine.failure() is None
     assert runner_of(engine).closed
     assert engine._parts.backend.closed
     assert engine._parts.manager.used_block_count == 0
@@ -363,6 +365,8 @@ def test_cache_corruption_stops_the_engine_and_fails_all_requests(
     monkeypatch,
 ):
     with fake_engine() as engine:
+        assert engine.is_alive()
+        assert engine.failure() is None
 
         def corrupt(*args, **kwargs):
             raise CacheCorruption("broken on purpose")
@@ -375,7 +379,10 @@ def test_cache_corruption_stops_the_engine_and_fails_all_requests(
         for handle in handles:
             error = _outcome(lambda handle=handle: handle.result(30))
             assert isinstance(error, KVBoostError)
+        assert_raises(CacheCorruption, "broken on purpose", handles[0].result, 30)
         engine._core._thread.join(30)
+        assert not engine.is_alive()
+        assert isinstance(engine.failure(), CacheCorruption)
         with pytest.raises(KVBoostError, match=r"stopped after an error.*broken on purpose"):
             engine.generate([1])
 

@@ -15,7 +15,6 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request.request import SamplingParams
 
 PROMPT = list(range(60, 100))
 
@@ -88,6 +87,7 @@ def test_phase_times_add_up_to_the_total(engine, mode):
             list(result.phases) == "tokenize queue lookup load probe repair prefill decode".split()
         )
         assert all(value >= 0 for value in result.phases.values())
+        assert all(getattr(result, f"{name}_ms") == value for name, value in result.phases.items())
         assert result.ttft_ms == result.token_times_ms[0]
         assert result.ttft_ms == pytest.approx(result.total_ms - result.phases["decode"], abs=1e-6)
         assert list(result.token_times_ms) == sorted(result.token_times_ms)
@@ -187,19 +187,6 @@ def test_seeds_reproduce_and_are_recorded(engine):
         seeds = [e.generate(PROMPT, max_new_tokens=16, temperature=1.5).seed for e in (same, other)]
     assert seeds[0] == second.seed or seeds[0] != seeds[1]
     assert len(set(seeds)) == 2
-
-
-def test_each_request_of_a_batch_has_its_own_parameters(engine):
-    params = [
-        SamplingParams(max_new_tokens=4),
-        SamplingParams(max_new_tokens=9, temperature=2.0, seed=5),
-        SamplingParams(max_new_tokens=2, logit_bias={7: 100.0}),
-    ]
-    results = engine.generate_batch([PROMPT] * 3, sampling=params)
-    assert list(results[0].output_token_ids) == expected_tokens(PROMPT, 4)
-    alone = engine.generate(PROMPT, sampling=params[1])
-    assert results[1].output_token_ids == alone.output_token_ids
-    assert results[2].output_token_ids == (7, 7)
 
 
 def test_generate_many_keeps_the_order_and_shares_prefixes():
@@ -345,16 +332,3 @@ def test_a_pool_full_of_cached_blocks_is_occupied_but_not_in_use():
     assert (stats["occupied_blocks"], stats["cache_utilization"]) == (3, 0.75)
     assert (stats["used_blocks"], stats["block_utilization"]) == (1, 0.25)
     assert list(stats)[:2] == ["occupied_blocks", "cache_utilization"]
-
-
-def test_tenants_have_different_root_hashes():
-    """Different tenants have different roots of the hash chain, and equal options have the same
-    root.
-    """
-    from kvboost_edge.kvcache.hashing import root_hash
-
-    roots = {
-        root_hash(model_fingerprint="m", kv_format="f", tenant=tenant)
-        for tenant in ("", "a", "b", "a")
-    }
-    assert len(roots) == 3
