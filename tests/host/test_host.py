@@ -1,6 +1,5 @@
 """Processor, memory and threads of the test machine, and of others from their stored descriptions."""
 
-import os
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 
+from helpers.fresh_process import in_fresh_process
 from kvboost_edge.host import memory, processor
 from kvboost_edge.host.cgroup import MemoryLimit
 
@@ -87,19 +87,14 @@ def test_peak_memory_is_this_processes_own():
 
 
 def test_import_is_light():
+    """Modules that need no model leave the large packages, and those of extras, unloaded."""
     code = (
         "import sys, kvboost_edge.host.processor, kvboost_edge.host.memory, "
         "kvboost_edge.models.weights.safetensors_check, kvboost_edge.models.fingerprint, "
         "kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "
-        "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"
-        "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in "
-        "sys.modules])"
+        "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings, "
+        "kvboost_edge.tiers.redis.tier\n"
+        "large = ('torch', 'transformers', 'numba', 'onnxruntime', 'redis')\n"
+        "print([name for name in large if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=dict(os.environ),
-    )
-    assert done.stdout.strip() == "[]"
+    assert in_fresh_process(code).strip() == "[]"

@@ -4,9 +4,7 @@ are misses.
 
 import itertools
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -274,16 +272,6 @@ def test_opening_sends_no_command(server, client):
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     assert_raises(BackendUnavailable, re.escape(install_extra("redis")), opened, "redis://h")
-
-
-def test_the_redis_package_is_imported_at_opening():
-    code = "import sys, kvboost_edge.tiers.redis.tier; sys.exit('redis' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False
-        ).returncode
-        == 0
-    )
 
 
 def test_holds_remembers_recent_writes_and_reads(server, client):
