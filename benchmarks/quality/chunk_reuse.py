@@ -290,15 +290,16 @@ def _drawn(
     return [values[24], values[974]]
 
 
-def wilson(right: int, total: int) -> list[float] | None:
+def wilson(right: int, total: int) -> tuple[float, float] | None:
     """Return the Wilson 95% interval of a share, or None without samples."""
     if not total:
         return None
-    z = 1.96
+    z = 1.959964
     share = right / total
     middle = share + z * z / (2 * total)
-    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2))
-    return [(middle - spread) / (1 + z * z / total), (middle + spread) / (1 + z * z / total)]
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2))
+    scale = 1 + z * z / total
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
 class Kept:

@@ -31,10 +31,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.harness import parser, report
+from benchmarks.quality.chunk_reuse import wilson
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
 
-__all__ = ["Context", "Function", "contexts", "mcnemar", "right", "stdlib_functions", "wilson"]
+__all__ = ["Context", "Function", "contexts", "mcnemar", "right", "stdlib_functions"]
 
 PER_CONTEXT = 6
 LENGTHS = range(250, 1400)  # allowed length of a function in characters
@@ -42,7 +43,6 @@ ANSWER_TOKENS = 16
 WAYS = ("full", "other order", "reuse", "closed book")
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}
 _MARK = "(the text)"
-_Z = 1.959964  # for a 95% interval
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,17 +149,6 @@ def right(answer: str, value: str) -> bool:
     return line == value.strip("'\" ")
 
 
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a share."""
-    if total == 0:
-        return 0.0, 1.0
-    share = hits / total
-    middle = share + _Z * _Z / (2 * total)
-    half = _Z * math.sqrt(share * (1 - share) / total + _Z * _Z / (4 * total * total))
-    scale = 1 + _Z * _Z / total
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
-
-
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of the exact McNemar test."""
     total = only_first + only_second
@@ -217,7 +206,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for way in WAYS:
         hits = sum(row[way] for row in rows)
         pairs = Counter((row["full"], row[way]) for row in rows)
-        low, high = wilson(hits, len(rows))
+        low, high = wilson(hits, len(rows)) or (0.0, 1.0)
         found.append(
             {
                 "way": way,

@@ -91,8 +91,11 @@ def test_a_row_averages_over_tokens_and_counts_judged_prompts():
 
 
 def test_wilson_gives_the_known_interval():
+    """The interval for 8 of 10 is that of Brown, Cai and DasGupta (2001)."""
     assert wilson(0, 0) is None
-    assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-4)
+    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert 0 <= wilson(0, 10)[0] < 1e-12
+    assert 1 - 1e-12 < wilson(10, 10)[1] <= 1
 
 
 def test_an_interrupted_run_resumes(tmp_path):
