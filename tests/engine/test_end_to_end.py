@@ -150,17 +150,22 @@ def llama_dir(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="module")
+def llama_truth(llama_dir):
+    return Truth(llama_dir)
+
+
 @pytest.mark.parametrize(
     "option",
     [{"dtype": "float32"}, {"revision": "main"}, {"token": "secret"}, {"local_files_only": True}],
     ids=str,
 )
-def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, option):
+def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, llama_truth, option):
     (name,) = option
     with pytest.raises(
         ConfigError, match=f"option '{name}' does not apply to a model that is already loaded"
     ) as caught:
-        CPUPagedEngine(Truth(llama_dir).model, AutoTokenizer.from_pretrained(llama_dir), **option)
+        CPUPagedEngine(llama_truth.model, AutoTokenizer.from_pretrained(llama_dir), **option)
     assert "secret" not in str(caught.value)
 
 
@@ -244,9 +249,11 @@ def test_scaled_rope_runs_in_its_first_range(tmp_path, rope_type):
 @pytest.mark.parametrize(
     ("backend", "num_threads"), [("cpu", None), ("reference", 1), ("torch", 1)]
 )
-def test_other_backends_and_all_threads_give_equal_answers(llama_dir, backend, num_threads):
+def test_other_backends_and_all_threads_give_equal_answers(
+    llama_dir, llama_truth, backend, num_threads
+):
     prompt = random_ids(50, 1)
-    expected = Truth(llama_dir).greedy(prompt, 24)
+    expected = llama_truth.greedy(prompt, 24)
     options = {
         **OPTIONS,
         "backend": backend,

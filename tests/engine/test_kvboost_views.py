@@ -74,23 +74,21 @@ def test_model_returns_the_torch_runners_model(make, tiny_model_dir):
         assert not hasattr(engine, "model")
 
 
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("assembler", "mode= of generate"),
-        ("allocator", "engine.paged_stats"),
-        ("chunk_mapper", "engine.paged_stats"),
-        ("selective_recompute", "engine.config.recompute_strategy"),
-        ("cacheblend_recompute", "engine.config.recompute_strategy"),
-        ("overlap_k", "engine.config.overlap_k"),
-        ("sink_tokens", "engine.config.sink_tokens"),
-    ],
-)
-def test_unsupported_attributes_name_an_alternative(make, name, way_out):
-    with make() as engine, pytest.raises(AttributeError) as failure:
-        getattr(engine, name)
-    assert f"CPUPagedEngine.{name} is not available: " in str(failure.value)
-    assert way_out in str(failure.value)
+def test_unsupported_attributes_name_an_alternative(make):
+    with make() as engine:
+        for name, way_out in (
+            ("assembler", "mode= of generate"),
+            ("allocator", "engine.paged_stats"),
+            ("chunk_mapper", "engine.paged_stats"),
+            ("selective_recompute", "engine.config.recompute_strategy"),
+            ("cacheblend_recompute", "engine.config.recompute_strategy"),
+            ("overlap_k", "engine.config.overlap_k"),
+            ("sink_tokens", "engine.config.sink_tokens"),
+        ):
+            with pytest.raises(AttributeError) as failure:
+                getattr(engine, name)
+            assert f"CPUPagedEngine.{name} is not available: " in str(failure.value)
+            assert way_out in str(failure.value)
 
 
 def test_unsupported_cache_manager_calls_name_an_alternative(make):
