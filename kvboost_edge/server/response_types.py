@@ -20,6 +20,7 @@ __all__ = [
     "BatchErrors",
     "BatchList",
     "BatchObject",
+    "BatchStatus",
     "BlockCounts",
     "Blocks",
     "CacheResetResponse",
@@ -741,6 +742,19 @@ class BatchCounts(_Response):
     failed: Annotated[int, Field(description="Number of lines that failed.")]
 
 
+BatchStatus = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+"""Stage of a batch, by OpenAI's names."""
+
+
 class BatchObject(_Response):
     """A batch. Times are in seconds since the epoch, and null before they occur."""
 
@@ -750,19 +764,7 @@ class BatchObject(_Response):
     errors: Annotated[BatchErrors | None, Field(description="Reasons of a failed batch.")]
     input_file_id: Annotated[str, Field(description="File with the lines.")]
     completion_window: Annotated[str, Field(description="Time limit.")]
-    status: Annotated[
-        Literal[
-            "validating",
-            "failed",
-            "in_progress",
-            "finalizing",
-            "completed",
-            "expired",
-            "cancelling",
-            "cancelled",
-        ],
-        Field(description="Stage of the batch."),
-    ]
+    status: Annotated[BatchStatus, Field(description="Stage of the batch.")]
     output_file_id: Annotated[
         str | None, Field(description="File with the answers, once the batch has ended.")
     ]

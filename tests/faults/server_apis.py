@@ -200,10 +200,10 @@ _OPENAI = (
         f"{_CONTRACT}::test_whole_and_streamed_answers_equal_the_models_output",
     ),
     fault(
-        "has_more is true on the last page of a response's items",
-        "server/api/routes/responses.py",
-        '"has_more": len(items) > limit',
-        '"has_more": len(items) >= limit',
+        "has_more is true on the last page of a list",
+        "server/api/listing.py",
+        '"has_more": len(found) > limit',
+        '"has_more": len(found) >= limit',
         f"{_RESPONSES}::test_a_stored_response_is_retrieved_and_deleted",
     ),
     fault(

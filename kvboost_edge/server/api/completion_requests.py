@@ -14,6 +14,7 @@ from kvboost_edge.server.api.logprobs import OffsetCounter, completion_logprobs
 from kvboost_edge.server.api.prompt_encoding import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.schemas.shared import check_in_vocabulary
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.cache_report.recent_requests import PromptField, PromptInputs
 from kvboost_edge.server.response_types import (
@@ -131,11 +132,7 @@ def _encode(
     if isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
         return EncodedPrompt(ids, prompt, asked=PromptInputs((PromptField("prompt", prompt),)))
-    if max(prompt) >= vocab_size:
-        raise bad_field(
-            "prompt",
-            f"token id {max(prompt)} is outside the model's vocabulary 0..{vocab_size - 1}",
-        )
+    check_in_vocabulary("prompt", prompt, vocab_size)
     text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
     return EncodedPrompt(prompt, text, from_text=False)
 

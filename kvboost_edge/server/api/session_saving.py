@@ -23,6 +23,7 @@ from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.generation import record_cache_use
 from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_prefix, prefix_size
 from kvboost_edge.server.api.schemas.sessions import SessionRequest
+from kvboost_edge.server.api.schemas.shared import check_in_vocabulary
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.api_errors import ApiError
@@ -325,12 +326,7 @@ class _RenderedSession(EngineRequest):
 
     def _check(self, ids: Sequence[int]) -> None:
         """Raise ApiError for tokens that the model or the cache cannot take."""
-        vocab_size = self._state.engine.runner_info.vocab_size
-        if ids and max(ids) >= vocab_size:
-            raise bad_field(
-                "tokens",
-                f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}",
-            )
+        check_in_vocabulary("tokens", ids, self._state.engine.runner_info.vocab_size)
         config = self._state.engine.config
         if min(len(ids), shareable_end(config, len(ids))) < config.block_size:
             raise bad_field(

@@ -5,30 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from typing import Any, Literal
+from typing import Any
 
-from kvboost_edge.server.response_types import BatchObject, FileObject
+from kvboost_edge.server.response_types import BatchObject, BatchStatus, FileObject
 
 __all__ = [
     "BATCH_ID",
     "FILE_ID",
     "Batch",
-    "BatchStatus",
     "StoredFile",
     "new_batch_id",
     "new_file_id",
 ]
 
-BatchStatus = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
 _FINISHED = ("failed", "completed", "expired", "cancelled")
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.batches.answered_lines import RecordFile
-from kvboost_edge.server.batches.api_objects import Batch, BatchStatus
+from kvboost_edge.server.batches.api_objects import Batch
 from kvboost_edge.server.batches.execution import LineRecords, run_lines
 from kvboost_edge.server.batches.input_lines import BatchLine, by_prefix, read_bodies, read_lines
 from kvboost_edge.server.batches.route_calls import LineAnswer, LineCaller
 from kvboost_edge.server.logs import failure_place, log_facts
+from kvboost_edge.server.response_types import BatchStatus
 
 if TYPE_CHECKING:
     from kvboost_edge.server.batches.batch_store import BatchStore

@@ -171,6 +171,7 @@ async def test_a_batch_stops_at_the_size_limit_of_its_answers(tiny_engine, tmp_p
         ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
         ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
         ({"metadata": {"x": "y" * 513}}, "metadata"),
+        ({"metadata": {"": "x"}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 10}}, "output_expires_after"),
         ({"colour": "red"}, "colour"),
     ],

@@ -54,7 +54,8 @@ async def batches(
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """List the batches, newest first."""
-    return json_response(page_of(space_of(request).batches(), limit, after))
+    found = [one.as_answer() for one in space_of(request).batches()]
+    return json_response(page_of(found, limit, after))
 
 
 @router.get(

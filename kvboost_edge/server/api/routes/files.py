@@ -90,9 +90,9 @@ async def files(
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
     """List the stored files."""
-    found = [one for one in space_of(request).files() if purpose in (None, one.purpose)]
-    shown = found if order == "asc" else found[::-1]
-    return json_response(page_of(shown, limit, after))
+    found = space_of(request).files()
+    shown = [one.as_answer() for one in found if purpose in (None, one.purpose)]
+    return json_response(page_of(shown if order == "asc" else shown[::-1], limit, after))
 
 
 @router.get(

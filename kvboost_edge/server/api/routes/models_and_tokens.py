@@ -18,6 +18,7 @@ from kvboost_edge.server.api.prompt_encoding import (
     prompt_only,
     size_of,
 )
+from kvboost_edge.server.api.schemas.shared import check_in_vocabulary
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tokenization import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
@@ -83,13 +84,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Convert token ids to text."""
 
     async def work(state: ModelState, send: Send) -> None:
-        vocab_size = state.engine.runner_info.vocab_size
-        if body.tokens and max(body.tokens) >= vocab_size:
-            raise bad_field(
-                "tokens",
-                f"token id {max(body.tokens)} is outside the model's vocabulary "
-                f"0..{vocab_size - 1}",
-            )
+        check_in_vocabulary("tokens", body.tokens, state.engine.runner_info.vocab_size)
         async with state.admit(request, len(body.tokens)):
             answer = await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens))
         await send_json(send, answer)

@@ -21,6 +21,7 @@ from kvboost_edge.server.api.compat.responses.translate import FIELDS, to_chat
 from kvboost_edge.server.api.compat.responses.writer import ResponsesWriter
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.listing import page_of
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
@@ -132,19 +133,7 @@ async def input_items(
 
     def listed() -> bytes:
         items = json.loads(turn.sent)
-        items = items if order == "asc" else items[::-1]
-        if after is not None:
-            at = next((number for number, item in enumerate(items) if item["id"] == after), None)
-            if at is None:
-                raise bad_field("after", "after must be the id of an item of this response")
-            items = items[at + 1 :]
-        shown = items[:limit]
-        ends = (
-            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
-            if shown
-            else {"first_id": None, "last_id": None}
-        )
-        return dumps_long({"object": "list", "data": shown, **ends, "has_more": len(items) > limit})
+        return dumps_long(page_of(items if order == "asc" else items[::-1], limit, after))
 
     return Response(await off_loop(listed), media_type="application/json")
 

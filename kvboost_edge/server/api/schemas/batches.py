@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import bounded
+from kvboost_edge.server.api.schemas.shared import Metadata
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
 __all__ = ["BatchRequest", "ExpiresAfter", "window_seconds"]
@@ -54,16 +55,7 @@ class BatchRequest(Strict):
     completion_window: Annotated[
         str, AfterValidator(_window), WithJsonSchema({"type": "string", "pattern": _PATTERN})
     ] = Field(description="Time limit in hours or days, such as `24h`, at most `30d`.")
-    metadata: (
-        Annotated[
-            dict[
-                Annotated[str, Field(max_length=64)],
-                Annotated[str, Field(max_length=512)],
-            ],
-            Field(max_length=16),
-        ]
-        | None
-    ) = Field(None, description="Labels that the batch shows.")
+    metadata: Metadata | None = Field(None, description="Labels that the batch shows.")
     output_expires_after: ExpiresAfter | None = Field(
         None, description="Lifetime of the output files. Default: --batch-retention."
     )

@@ -8,13 +8,7 @@ from pydantic import AfterValidator, Field
 
 from kvboost_edge.server.api.bounds import bounded, counted
 from kvboost_edge.server.api.schemas.cache import UnpinRequest
-from kvboost_edge.server.api.schemas.shared import (
-    CacheSalt,
-    ModelName,
-    TokenIds,
-    check_count,
-    check_text,
-)
+from kvboost_edge.server.api.schemas.shared import CacheSalt, FewTokenIds, ModelName, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 
 __all__ = ["RestoreRequest", "SessionName", "SessionRequest", "SlotAction"]
@@ -31,18 +25,13 @@ Ttl = Annotated[float, bounded("ttl")]
 _TTL = "Seconds until the session ends; by default, a day."
 
 
-def _some_tokens(ids: list[int]) -> list[int]:
-    check_count("too_long", "tokens", ids, "token ids")
-    return ids
-
-
 class SessionRequest(UnpinRequest):
     """Body of /v1/sessions: a name, and the conversation as messages, text or token ids."""
 
     name: SessionName = Field(
         description="Name of the session. A session of the same name is replaced."
     )
-    tokens: Annotated[TokenIds, AfterValidator(_some_tokens)] | None = Field(
+    tokens: FewTokenIds | None = Field(
         None, description="Token ids of the conversation, instead of messages or text."
     )
     ttl: Ttl | None = Field(None, description=_TTL)

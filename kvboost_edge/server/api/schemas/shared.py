@@ -7,7 +7,7 @@ means that it is not given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -41,6 +41,7 @@ __all__ = [
     "CacheSalt",
     "FewTokenIds",
     "Label",
+    "Metadata",
     "ModelName",
     "NotBuilt",
     "OnlyEmpty",
@@ -55,6 +56,7 @@ __all__ = [
     "StreamOptions",
     "TokenIds",
     "check_count",
+    "check_in_vocabulary",
     "check_text",
     "check_token_ids",
     "is_text",
@@ -193,6 +195,14 @@ def check_token_ids(value: Any) -> list[int]:
         wrong = min(value) if min(value) < bound.low else max(value)
         raise field_error("token_ids", f"token ids must be in {bound.describe()}, not {wrong}")
     return value
+
+
+def check_in_vocabulary(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise ApiError if a token id, none of which is negative, is outside of the vocabulary."""
+    if ids and max(ids) >= vocab_size:
+        raise bad_field(
+            field, f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}"
+        )
 
 
 def _stop_token_ids(value: Any) -> list[int]:
@@ -413,12 +423,8 @@ class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ApiError for token ids outside of the vocabulary."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            if ids and max(ids) >= vocab_size:
-                raise bad_field(
-                    name,
-                    f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}",
-                )
+        check_in_vocabulary("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        check_in_vocabulary("logit_bias", self.logit_bias or (), vocab_size)
 
     @property
     def num_choices(self) -> int:
