@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.schemas.cache import UnpinRequest
+from kvboost_edge.server.api.schemas.cache import PromptPrefix
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.tools import size_of_tools
@@ -239,7 +239,7 @@ def render_prompt(state: ModelState, body: ChatRequest, answers: KeptAnswers) ->
         raise bad_field("messages", str(error)) from error
 
 
-def encode_prefix(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
+def encode_prefix(state: ModelState, body: PromptPrefix, answers: KeptAnswers) -> list[int]:
     """Return the first token ids of prompts that begin with this text or these messages."""
     if body.messages is None:
         return encode_text(state.engine.tokenizer, body.text or "", True, "text")
@@ -252,11 +252,11 @@ def encode_prefix(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -
     return encode_prompt(state, chat, answers)
 
 
-def estimate_prefix(body: UnpinRequest) -> int:
+def estimate_prefix(body: PromptPrefix) -> int:
     """Estimate the number of tokens that `encode_prefix` returns."""
     return estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
 
 
-def prefix_size(body: UnpinRequest) -> int:
+def prefix_size(body: PromptPrefix) -> int:
     """Return the number of characters that `encode_prefix` tokenizes."""
     return len(body.text or "") + size_of(body.messages or [], body.tools)

@@ -67,6 +67,23 @@ def test_a_warmed_request_hits_all_full_blocks(server, tmp_path, printed, answer
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {"min_tokens": 2, "bad_words": ["a"], "ignore_eos": True},
+        {"guided_json": {"type": "object"}},
+        {"reasoning_budget": 5, "return_token_ids": True},
+        {"speculative.n_max": 0, "dry_multiplier": 0.5},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_fields_about_the_answer_are_ignored(server, more):
+    with server.client() as client:
+        plain, given = (client.post("/v1/warm", json={**RECORDED, **one}) for one in ({}, more))
+    assert given.status_code == 200, given.text
+    assert given.json()["token_count"] == plain.json()["token_count"]
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (None, "cannot be read"),

@@ -188,7 +188,14 @@ async def test_invalid_bodies_are_refused_by_name(tiny_app):
         ("/v1/warm", {"text": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         *(
             ("/v1/warm", {"messages": MESSAGES, name: value}, name)
-            for name, value in (("functions", []), ("unknown", 1), ("chat_template", "x"))
+            for name, value in (
+                ("functions", []),
+                ("unknown", 1),
+                ("chat_template", "x"),
+                ("continue_final_message", False),
+                ("kvboost", {"context_overflow": "drop_oldest"}),
+                ("reasoning_effort", "none"),
+            )
         ),
         ("/v1/warm", {"text": "a", "pin": 1}, "pin"),
         ("/v1/warm", {"text": "a", "ttl": 5}, "ttl"),

@@ -35,7 +35,7 @@ from kvboost_edge.server.api.prompt_encoding import (
     estimate_tokens,
     prefix_size,
 )
-from kvboost_edge.server.api.schemas.cache import ResetRequest, UnpinRequest, WarmRequest
+from kvboost_edge.server.api.schemas.cache import PromptPrefix, ResetRequest, WarmRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.engines import StatsProvider, replicas_of
@@ -114,7 +114,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
 
 
 @router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": UnpinResponse}})
-async def unpin(request: Request, body: UnpinRequest) -> Response:
+async def unpin(request: Request, body: PromptPrefix) -> Response:
     """Unpin a text or messages that were warmed with `pin`. Their blocks stay cached."""
 
     async def work(state: ModelState, send: Send) -> None:

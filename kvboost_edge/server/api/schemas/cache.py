@@ -7,16 +7,16 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from kvboost_edge.server.api.bounds import bounded, counted
-from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
+from kvboost_edge.server.api.schemas.chat import ChatRequest, Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.shared import BoundedText, CacheSalt, FewTokenIds, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 from kvboost_edge.server.api.schemas.tools import Tools
 
-__all__ = ["ResetRequest", "UnpinRequest", "WarmRequest"]
+__all__ = ["PromptPrefix", "ResetRequest", "WarmRequest"]
 
 
-class UnpinRequest(Strict):
-    """Body of /v1/unpin: the beginning of prompts, as a text or as messages."""
+class PromptPrefix(Strict):
+    """Beginning of prompts, as a text or as messages. Body of /v1/unpin."""
 
     text: Annotated[BoundedText, Field(min_length=1)] | None = None
     messages: Messages | None = None
@@ -48,44 +48,13 @@ class UnpinRequest(Strict):
 Document = Annotated[BoundedText, Field(min_length=1)] | FewTokenIds
 
 
-_OF_ANSWERS = frozenset(
-    {
-        *(
-            "stream",
-            "stream_options",
-            "max_tokens",
-            "max_completion_tokens",
-            "n",
-            "stop",
-            "temperature",
-            "top_p",
-            "top_k",
-        ),
-        *(
-            "min_p",
-            "seed",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "logprobs",
-        ),
-        *(
-            "top_logprobs",
-            "tool_choice",
-            "parallel_tool_calls",
-            "response_format",
-            "user",
-            "store",
-            "metadata",
-        ),
-        *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    }
+_OF_PROMPTS = frozenset(
+    {"continue_final_message", "function_call", "functions", "kvboost", "reasoning_effort"}
 )
-"""Fields of a chat request that do not affect its prompt."""
+"""Fields of a chat request that affect its prompt and that /v1/warm does not have."""
 
 
-class WarmRequest(UnpinRequest):
+class WarmRequest(PromptPrefix):
     """Body of /v1/warm: a text, messages or documents whose KV is computed and cached.
 
     A recorded chat request is also accepted. Its fields about the answer are ignored.
@@ -111,7 +80,8 @@ class WarmRequest(UnpinRequest):
         """Remove the fields about the answer from a chat request."""
         if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
             return value
-        return {name: item for name, item in value.items() if name not in _OF_ANSWERS}
+        of_answers = {*ChatRequest.wire_names()} - {*cls.wire_names()} - _OF_PROMPTS
+        return {name: item for name, item in value.items() if name not in of_answers}
 
     @property
     def alone(self) -> str | None:

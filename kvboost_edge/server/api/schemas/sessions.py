@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from kvboost_edge.server.api.bounds import bounded, counted
-from kvboost_edge.server.api.schemas.cache import UnpinRequest
+from kvboost_edge.server.api.schemas.cache import PromptPrefix
 from kvboost_edge.server.api.schemas.shared import CacheSalt, FewTokenIds, ModelName, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 
@@ -25,7 +25,7 @@ Ttl = Annotated[float, bounded("ttl")]
 _TTL = "Seconds until the session ends; by default, a day."
 
 
-class SessionRequest(UnpinRequest):
+class SessionRequest(PromptPrefix):
     """Body of /v1/sessions: a name, and the conversation as messages, text or token ids."""
 
     name: SessionName = Field(
