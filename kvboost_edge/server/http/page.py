@@ -1,4 +1,4 @@
-"""Web page at `/`, served from a fixed table of files in the package.
+"""Web page at `/`, and its files at `/static`.
 
 The files are read once, when the module is imported. Each file has a separate route, so a request's
 path never reaches the file system. The files contain no secrets and need no API key, but the API
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from pathlib import PurePath
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -18,60 +19,19 @@ from kvboost_edge.server.http.headers import PAGE_HEADERS
 
 __all__ = ["STATIC_FILES", "router"]
 
-_HTML = "text/html; charset=utf-8"
-_SCRIPT = "text/javascript; charset=utf-8"
-
-# Media type of each file. The first file is the page.
-STATIC_FILES = {
-    "index.html": _HTML,
-    "style.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
-    "answer.js": _SCRIPT,
-    "api.js": _SCRIPT,
-    "bar.js": _SCRIPT,
-    "causes.js": _SCRIPT,
-    "chat.js": _SCRIPT,
-    "chatexport.js": _SCRIPT,
-    "chats.js": _SCRIPT,
-    "commands.js": _SCRIPT,
-    "confirm.js": _SCRIPT,
-    "conversation.js": _SCRIPT,
-    "dialog.js": _SCRIPT,
-    "difference.js": _SCRIPT,
-    "dom.js": _SCRIPT,
-    "errorbox.js": _SCRIPT,
-    "figures.js": _SCRIPT,
-    "format.js": _SCRIPT,
-    "jsonfields.js": _SCRIPT,
-    "jsontext.js": _SCRIPT,
-    "keys.js": _SCRIPT,
-    "live.js": _SCRIPT,
-    "main.js": _SCRIPT,
-    "modelactions.js": _SCRIPT,
-    "modelpicker.js": _SCRIPT,
-    "modelrow.js": _SCRIPT,
-    "models.js": _SCRIPT,
-    "modelsview.js": _SCRIPT,
-    "palette.js": _SCRIPT,
-    "poolmap.js": _SCRIPT,
-    "presetchoice.js": _SCRIPT,
-    "presets.js": _SCRIPT,
-    "progress.js": _SCRIPT,
-    "promptrow.js": _SCRIPT,
-    "prompts.js": _SCRIPT,
-    "pulls.js": _SCRIPT,
-    "pullview.js": _SCRIPT,
-    "reasoning.js": _SCRIPT,
-    "sampling.js": _SCRIPT,
-    "settings.js": _SCRIPT,
-    "sparkline.js": _SCRIPT,
-    "sse.js": _SCRIPT,
-    "storage.js": _SCRIPT,
-    "theme.js": _SCRIPT,
-    "tiers.js": _SCRIPT,
-    "toolcalls.js": _SCRIPT,
-    "turn.js": _SCRIPT,
+_MEDIA_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
+_FOLDER = files("kvboost_edge.server.http") / "static"
+
+# Files with other suffixes, such as an editor's copies, are not served.
+STATIC_FILES = sorted(
+    entry.name for entry in _FOLDER.iterdir() if PurePath(entry.name).suffix in _MEDIA_TYPES
+)
+"""Names of the files."""
 
 
 class _Asset(NamedTuple):
@@ -83,8 +43,9 @@ class _Asset(NamedTuple):
 
 
 def _read(name: str) -> _Asset:
-    body = (files("kvboost_edge.server.http") / "static" / name).read_bytes()
-    return _Asset(body, STATIC_FILES[name], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    body = (_FOLDER / name).read_bytes()
+    media_type = _MEDIA_TYPES[PurePath(name).suffix]
+    return _Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 def _answer(asset: _Asset, request: Request) -> Response:
