@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
@@ -47,8 +46,6 @@ __all__ = ["RenderedChat", "ranges_to_drop"]
 # If old turns are dropped and the answer has no limit, or one that may exceed the context, it gets
 # an eighth of the context.
 _ANSWER_SHARE = 8
-# Weak keys: the entry of an unloaded model disappears.
-_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()
 
 
 def ranges_to_drop(
@@ -215,20 +212,10 @@ class RenderedChat(RenderedRequest):
 
 def _tokens_around(tokenizer: Tokenizer) -> int:
     """Return the approximate number of tokens that the chat template adds to a message."""
-    found = _AROUND.get(tokenizer)
-    if found is None:
-        found = _AROUND[tokenizer] = _counted_around(tokenizer)
-    return found
-
-
-def _counted_around(tokenizer: Tokenizer) -> int:
     one = [{"role": "user", "content": "x"}]
     both = [*one, {"role": "assistant", "content": "x"}, *one]
-    return max(
-        1,
-        (len(encode_plain(tokenizer, both, None)) - len(encode_plain(tokenizer, one, None))) // 2
-        - 1,
-    )
+    short, long = (len(encode_plain(tokenizer, chat, None)) for chat in (one, both))
+    return max(1, (long - short) // 2 - 1)
 
 
 class ChatChoice:

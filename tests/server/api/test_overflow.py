@@ -2,16 +2,12 @@
 which the response reports.
 """
 
-import copy
-import gc
 import itertools
-import weakref
 
 import pytest
 
 from helpers.server.cache_miss_cases import CHAT, app_of
 from helpers.server.scripted_model import scripted
-from kvboost_edge.server.api.chat_requests import _tokens_around
 
 CONTEXT = 600
 MESSAGES = "/v1/messages"
@@ -177,12 +173,3 @@ async def test_messages_refuses_an_overlong_prompt_in_anthropics_words(app, max_
     assert error["type"] == "invalid_request_error"
     words = f"prompt is too long: {longest + 1} tokens > {longest} maximum: "
     assert error["message"].startswith(words)
-
-
-def test_cached_token_counts_do_not_keep_the_tokenizer_alive(engine):
-    tokenizer = copy.copy(engine.tokenizer)
-    assert _tokens_around(tokenizer) == _tokens_around(tokenizer) > 1
-    left = weakref.ref(tokenizer)
-    del tokenizer
-    gc.collect()
-    assert left() is None
