@@ -48,6 +48,7 @@ from typing import Any
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[2]))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 from benchmarks import harness
 from benchmarks.data.eviction_traces import TRACES, Access
@@ -62,9 +63,10 @@ from benchmarks.simulators.router_replicas import (
     States,
     pool_tokens,
 )
-from kvboost_edge.kvcache.hashing import root_hash
+from helpers.serve_ray.router_beliefs import beliefs, check_router, num_bytes
+from kvboost_edge.kvcache.hashing import prefix_hashes, root_hash
 from kvboost_edge.serve_ray.routing.cache_records import OUTSIDE_MASK, Place
-from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain, key_of, prefix_hashes
+from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain, key_of
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 
@@ -357,17 +359,16 @@ class _Run:
             router.take_events(str(number), replica.journal.since(router.cursor(str(number))), now)
         # sent requests that were never confirmed have expired
         router.choose(PromptChain((), 1, 1), now + 1e6)
-        router.check()
+        check_router(router)
         for number, replica in enumerate(self.replicas):
             if number not in self.dead:
-                told = {key for key, is_told in router.beliefs(str(number)).items() if is_told}
+                believed = beliefs(router, str(number))
+                told = {key for key, is_told in believed.items() if is_told}
                 held = (
                     set(map(key_of, replica.manager.events.take(whole=True).published))
                     | self._told_of_tier[number]
                 )
-                self.outcome.unknown += told != held or len(router.beliefs(str(number))) != len(
-                    told
-                )
+                self.outcome.unknown += told != held or len(believed) != len(told)
 
 
 def simulate(
@@ -422,7 +423,7 @@ def row_of(
         "stray": outcome.stray,
         "CPU": None if cpu is None else round(float(cpu.mean()), 4),
         "CPU p99": None if cpu is None else round(float(np.percentile(cpu, 99)), 4),
-        "memory": None if cpu is None else round(made.router.num_bytes() / 1e6, 2),
+        "memory": None if cpu is None else round(num_bytes(made.router) / 1e6, 2),
     }
 
 

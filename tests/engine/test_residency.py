@@ -3,8 +3,7 @@
 import threading
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge.kvcache.hashing import shared_root
-from kvboost_edge.serve_ray.routing.prompt_chain import prefix_hashes
+from kvboost_edge.kvcache.hashing import prefix_hashes, shared_root
 
 PROMPT = list(range(20, 70))  # three full blocks and two tokens
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
+from helpers.serve_ray.router_beliefs import beliefs, check_router
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.engine.handle import RequestHandle
@@ -166,7 +167,7 @@ def test_disk_blocks_are_published_and_their_reads_measured(open_replica):
     assert second._meter.report(0.0, free_blocks=1).disk_token_seconds != guessed
     tell(second, router, 2.0)
     assert router.choose(chain, 2.0, among="b")[0].matched_tokens == 992
-    router.check()
+    check_router(router)
 
 
 def test_replicas_share_the_weights_of_a_packed_file_only(isolated_cache):
@@ -233,7 +234,7 @@ def test_a_hybrid_prompt_is_read_from_redis(isolated_cache, tmp_path, monkeypatc
         assert router.choose(chain, 1.0, among="b")[0].matched_tokens == 0
         result = answer(replicas["b"], sent(prompt, hashes, restored_tokens=496))
         assert (result.output_token_ids, result.hit_tokens) == (expected, {"pool": 0, "redis": 496})
-    router.check()
+    check_router(router)
 
 
 def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
@@ -269,7 +270,7 @@ def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
 
         described = asyncio.run(a.ask(ReplicaCall(("a",), "describe")))
         assert described.info.kv_spec.states, "the description must contain the state layout"
-        blocks = [set(router.beliefs(who)) & set(chain_of(a, filled)[1].keys) for who in "ab"]
+        blocks = [set(beliefs(router, who)) & set(chain_of(a, filled)[1].keys) for who in "ab"]
         assert blocks[0] == blocks[1]
         assert len(blocks[0]) == 22
         assert expected(asked, 1.0) == [(320, 0), (0, 0), (0, 0)]
@@ -294,7 +295,7 @@ def test_the_replica_with_the_state_is_chosen(isolated_cache, tmp_path):
         assert expected(last, 3.0) == [(0, 320), (320, 0), (0, 320)]
         assert answer(b, sent(last)).hit_tokens == {"pool": 320}
         assert answer(c, sent(last, restored_tokens=320)).hit_tokens == {"pool": 0, "disk": 320}
-    router.check()
+    check_router(router)
 
 
 def test_events_of_an_abandoned_poll_are_sent_with_the_next(open_replica, monkeypatch):

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from helpers.serve_ray.replica_cases import options_of, running_replicas
+from helpers.serve_ray.router_beliefs import beliefs
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.serve_ray.in_flight import ReplicaLost
@@ -36,7 +37,7 @@ def told(pool, keys):
 
     async def look():
         router = pool._replicas.router
-        return any(all(router.beliefs(name).get(key) for key in keys) for name in router.members())
+        return any(all(beliefs(router, name).get(key) for key in keys) for name in router.members())
 
     return pool._replicas.start(look()).result(timeout=60)
 

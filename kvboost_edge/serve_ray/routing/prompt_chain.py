@@ -9,16 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import (
-    HASH_BYTES,
-    STATE_MASK,
-    STATE_WORD,
-    narrowed_root,
-    prefix_hashes,
-)
+from kvboost_edge.kvcache.hashing import HASH_BYTES, STATE_MASK, STATE_WORD, narrowed_root
 from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, OUTSIDE_MASK, Place
 
-__all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
+__all__ = ["Outside", "PromptChain", "key_of"]
 
 
 def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
@@ -60,31 +54,6 @@ class PromptChain(NamedTuple):
     disk: Outside = Outside()
     shared: Outside = Outside()
     states: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        token_ids: Sequence[int],
-        root: bytes,
-        block_size: int,
-        prompt_cache_key: str | None = None,
-        *,
-        has_states: bool = False,
-    ) -> PromptChain:
-        """Build a chain from the tokens of a prompt.
-
-        Args:
-            token_ids: Token ids of the prompt.
-            root: Root hash of the tenant and salt, see `hashing.shared_root`.
-            block_size: Tokens per block.
-            prompt_cache_key: The caller's key for a preferred replica.
-            has_states: Whether the model has recurrent state. Its blocks are usable only with a
-                state.
-        """
-        hashes = prefix_hashes(token_ids, root, block_size)
-        return cls.of_hashes(
-            hashes, len(token_ids), block_size, root, prompt_cache_key, has_states=has_states
-        )
 
     @classmethod
     def of_hashes(

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import bisect
 import math
-import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,11 +111,6 @@ class Residency:
         self._dropped = 0
         self._unswept: list[int] = []  # slots that may still hold such keys
         self.num_entries = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks that at least one replica is believed to hold."""
-        return len(self._holders)
 
     def open(self, slot: int) -> None:
         """Add a replica that holds nothing, in a free slot."""
@@ -283,34 +277,6 @@ class Residency:
         holders = self._holders
         held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
         return places[held - 1] + 1 if held else 0
-
-    def keys_of(self, slot: int) -> dict[int, bool]:
-        """Return the keys that a replica is believed to hold, and whether each was reported."""
-        return {
-            key: until == _TOLD
-            for key, until in self._known[slot].until.items()
-            if not key & self._coarse
-        }
-
-    def num_bytes(self) -> int:
-        """Return the bytes of beliefs and expiries, summed over their objects. This is slow."""
-        tables: list[Mapping[int, object]] = [
-            self._holders,
-            *(known.until for known in self._known.values()),
-        ]
-        parts: list[object] = [*(one for table in tables for one in table), *self._holders.values()]
-        parts += [expiry.keys for expiry in self._expiries if expiry.keys is not None]
-        sizes = {id(one): sys.getsizeof(one) for one in parts}
-        return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
-
-    def check(self) -> None:
-        """Recompute the map from each replica's content; raise AssertionError if they differ."""
-        holders: dict[int, int] = {}
-        for slot, known in self._known.items():
-            for key in known.until:
-                holders[key] = holders.get(key, 0) | 1 << slot
-        assert holders == self._holders
-        assert self.num_entries == sum(len(known.until) for known in self._known.values())
 
     def _kept(self, keys: Iterable[int]) -> Iterator[int]:
         dropped = self._dropped

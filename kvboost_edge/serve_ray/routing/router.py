@@ -322,25 +322,6 @@ class PrefixRouter:
         if slot is not None:
             self._loads.note_not_started(slot, choice.missing_tokens)
 
-    def num_entries(self) -> int:
-        """Return the number of remembered (replica, block) pairs."""
-        return self._residency.num_entries
-
-    def num_bytes(self) -> int:
-        """Return the approximate memory of the beliefs, in bytes."""
-        return self._residency.num_bytes()
-
-    def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Return the keys that a replica is believed to hold, and whether each was reported."""
-        return self._residency.keys_of(self._slots[replica_id])
-
-    def check(self) -> None:
-        """Recompute all bookkeeping; raise AssertionError at the first contradiction."""
-        self._residency.check()
-        assert all(self._ids[slot] == replica_id for replica_id, slot in self._slots.items())
-        assert len(self._slots) + len(self._free) == len(self._ids)
-        assert int(self._loads.usable.sum()) <= len(self._slots)
-
 
 def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
     """Return the number of a chain's blocks that each slot holds, [num_slots]."""

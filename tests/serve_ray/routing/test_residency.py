@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from helpers.serve_ray.router_beliefs import check_residency, keys_of
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import STATE_MASK, STATE_WORD
@@ -98,7 +99,7 @@ class Replicas(RuleBasedStateMachine):
         """
         for batch in self.journals[slot].since(self.map.cursor(slot)):
             assert self.map.apply(slot, batch, self.now)
-        told = {key for key, is_told in self.map.keys_of(slot).items() if is_told}
+        told = {key for key, is_told in keys_of(self.map, slot).items() if is_told}
         assert told == {key for key in self.held[slot] if not key & self.map._coarse}
 
     @rule(slot=slots)
@@ -114,13 +115,13 @@ class Replicas(RuleBasedStateMachine):
         self.map.close(slot)
         self.map.open(slot)
         self.underway[slot].clear()
-        assert self.map.keys_of(slot) == {}
+        assert keys_of(self.map, slot) == {}
         assert self.map.cursor(slot) == NOTHING_KNOWN
 
     @rule(slot=slots, keys=st.lists(st.integers(0, 15), max_size=6, unique=True))
     def send(self, slot, keys):
         self.map.believe(slot, keys, 0, self.now)
-        assert set(self.map.keys_of(slot)) >= {key for key in keys if not key & self.map._coarse}
+        assert set(keys_of(self.map, slot)) >= {key for key in keys if not key & self.map._coarse}
 
     @rule(seconds=st.sampled_from([1.0, 4.0, SECONDS + 1]))
     def time_goes_by(self, seconds):
@@ -128,7 +129,7 @@ class Replicas(RuleBasedStateMachine):
         self.map.expire(self.now)
         if seconds > SECONDS:
             for slot in range(3):
-                assert all(self.map.keys_of(slot).values()), (
+                assert all(keys_of(self.map, slot).values()), (
                     "only reported blocks must be kept after the time limit"
                 )
 
@@ -136,10 +137,10 @@ class Replicas(RuleBasedStateMachine):
     def map_agrees(self):
         if not hasattr(self, "map"):
             return
-        self.map.check()
+        check_residency(self.map)
         for slot in range(3):
             if not self.map._known[slot].is_synced:
-                assert not any(self.map.keys_of(slot).values()), (
+                assert not any(keys_of(self.map, slot).values()), (
                     "after a gap, no block may count as reported"
                 )
 
@@ -218,10 +219,10 @@ def test_a_gap_in_events_is_detected_and_repaired():
     known.open(0)
     assert known.apply(0, batch_of(0, [1, 2]), 0.0)
     assert known.apply(0, batch_of(0, [9]), 0.0), "a repeated batch must be accepted without effect"
-    assert known.keys_of(0) == {1: True, 2: True}
+    assert keys_of(known, 0) == {1: True, 2: True}
     assert not known.apply(0, batch_of(2, [3], (2,)), 1.0)
     assert known.cursor(0) == NOTHING_KNOWN
-    assert known.keys_of(0) == {1: False, 3: False}, (
+    assert keys_of(known, 0) == {1: False, 3: False}, (
         "block 2 must be removed and the others must be uncertain"
     )
     assert not known.apply(0, batch_of(1, [7]), 2.0), "a late batch must not repair the gap"
@@ -229,9 +230,9 @@ def test_a_gap_in_events_is_detected_and_repaired():
     for late in (batch_of(1, [7]), batch_of(0, [8], is_whole=True), batch_of(2, [9])):
         assert known.apply(0, late, 4.0), "a late batch must not be taken as a gap"
         assert known.cursor(0) == (1, 2)
-    assert known.keys_of(0) == {1: True, 3: True, 4: True}
+    assert keys_of(known, 0) == {1: True, 3: True, 4: True}
     known.expire(100.0)
-    assert known.keys_of(0) == {1: True, 3: True, 4: True}
+    assert keys_of(known, 0) == {1: True, 3: True, 4: True}
 
 
 def test_unconfirmed_blocks_expire():
@@ -240,8 +241,9 @@ def test_unconfirmed_blocks_expire():
     known.apply(0, batch_of(0, [1, 2]), 0.0)
     known.apply(0, batch_of(5, [3]), 1.0)
     known.expire(1.0 + SECONDS)
-    assert known.keys_of(0) == {}
-    assert (known.num_entries, known.num_blocks) == (0, 0)
+    assert keys_of(known, 0) == {}
+    check_residency(known)
+    assert known.num_entries == 0
 
 
 def test_expected_blocks_are_renewed_and_expire():
@@ -251,9 +253,9 @@ def test_expected_blocks_are_renewed_and_expire():
     known.believe(0, [1, 2, 3], 2, 1.0)  # soon after: 1 and 2 stay until 10
     known.believe(0, [1, 2, 3], 3, 8.0)  # late: all stay until 18
     known.expire(12.0)
-    assert set(known.keys_of(0)) == {1, 2, 3}
+    assert set(keys_of(known, 0)) == {1, 2, 3}
     known.expire(18.0)
-    assert known.keys_of(0) == {}
+    assert keys_of(known, 0) == {}
 
 
 def test_a_prefix_is_found_in_a_sampled_map():
@@ -266,7 +268,7 @@ def test_a_prefix_is_found_in_a_sampled_map():
     for _ in range(20):
         known.believe(0, (), 0, 0.0)
     assert known.num_entries <= 600
-    known.check()
+    check_residency(known)
     found = known.levels(keys)
     assert 900 <= found[0].num_blocks <= 1000
     assert found[0].holders == 0b11
@@ -285,7 +287,7 @@ def test_a_map_with_room_again_is_precise_again():
     for _ in range(20):
         known.believe(0, (), 0, 0.0)
     assert known.cursor(0) == (1, 0)
-    assert len(known.keys_of(1)) < 63
+    assert len(keys_of(known, 1)) < 63
     # The first replica keeps only the beginning, so the map has room.
     contents[0] = keys[:127]
     assert known.apply(0, batch_of(1, [], keys[127:]), 1.0)
@@ -302,8 +304,8 @@ def test_a_map_with_room_again_is_precise_again():
         for slot in range(2):
             known.believe(slot, (), 0, 1.0)
     assert known.levels(keys[:200]) == [Level(63, 0b11), Level(127, 0b01)]
-    assert known.keys_of(1) == dict.fromkeys(keys[:63], True)
-    known.check()
+    assert keys_of(known, 1) == dict.fromkeys(keys[:63], True)
+    check_residency(known)
     # An evicted block counts as before.
     assert known.apply(0, batch_of(serial + 1, [], keys[100:127]), 1.0)
     assert known.levels(keys[:200]) == [Level(63, 0b11), Level(100, 0b01)]
@@ -316,17 +318,17 @@ def test_a_map_without_room_after_all_drops_the_blocks_again():
     known.apply(0, batch_of(0, keys), 0.0)
     known.believe(0, (), 0, 0.0)
     known.believe(0, (), 0, 0.0)
-    before = known.keys_of(0)
+    before = keys_of(known, 0)
     assert len(before) <= 600
     known.apply(0, batch_of(1, [], keys[10:]), 0.0)
     assert known.cursor(0) == NOTHING_KNOWN
     known.apply(0, batch_of(2, keys, is_whole=True), 0.0)
     for _ in range(4):
         known.believe(0, (), 0, 0.0)
-    assert known.keys_of(0) == before
+    assert keys_of(known, 0) == before
     assert known.num_entries == len(before)
     assert known.cursor(0) == (1, 2)
-    known.check()
+    check_residency(known)
 
 
 @pytest.mark.parametrize(
@@ -395,4 +397,4 @@ def test_a_sampled_map_keeps_states_within_its_bound():
         known.believe(0, (), 0, 0.0)
     assert known.num_entries <= 200
     assert 950 < known.deepest([*map(state, keys)])[-1].num_blocks <= 1000
-    known.check()
+    check_residency(known)

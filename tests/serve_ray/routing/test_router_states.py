@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from helpers.serve_ray.router_beliefs import chain_of_tokens, check_router
 from kvboost_edge.serve_ray.routing.cache_records import Place
-from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from serve_ray.routing.test_router import (
     DISK,
     ROOT,
@@ -25,7 +25,7 @@ def test_the_replica_with_the_state_wins_among_equal_ones():
     """If no replica has a state, one with the blocks is chosen, where the next state will be kept.
     A queue of twice the saved tokens sends the prompt away.
     """
-    prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
+    prompt = chain_of_tokens(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     plain = prompt._replace(states=())
     states = prompt.states[Place.POOL]
     assert {first(router_of(20), prompt), first(router_of(20), plain)} <= {
@@ -48,7 +48,7 @@ def test_the_replica_with_the_state_wins_among_equal_ones():
         assert best(router, prompt).matched_tokens == 0, (
             "blocks without a state must not count as matched"
         )
-        router.check()
+        check_router(router)
 
 
 stateful = st.lists(
@@ -75,7 +75,7 @@ def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
     `figures` has for each replica (states in the pool, states on disk, has a disk, has the server,
     tokens queued, blocks in the pool). The first replica reports the server's states.
     """
-    prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
+    prompt = chain_of_tokens(list(range(num_tokens)), ROOT, 16, has_states=True)
     router = router_of(len(figures))
     last = (num_tokens - 1) // 16
     in_tiers = [*prompt.disk.keys, *prompt.shared.keys]
@@ -129,7 +129,7 @@ def test_a_usable_prefix_ends_at_a_state(figures, on_server, num_tokens):
             choice.present_tokens,
         ) == tokens
         assert choice.expected_seconds == pytest.approx(seconds)
-    router.check()
+    check_router(router)
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
@@ -138,7 +138,7 @@ def test_blocks_already_in_the_pool_need_no_space_for_a_state_read(has_blocks):
     one more block, and 40 free ones leave enough for the next prompt. Otherwise it needs 31: 5 are
     too few, and 40 leave too few.
     """
-    prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
+    prompt = chain_of_tokens(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     router = router_of(1)
     keys = [*prompt.disk.keys, prompt.states[Place.DISK][29], *(prompt.keys if has_blocks else ())]
     router.take_events("r0", told(keys), 0.0)
@@ -154,7 +154,7 @@ def test_blocks_already_in_the_pool_need_no_space_for_a_state_read(has_blocks):
     choice = best(router, prompt)
     assert (choice.restored_tokens, choice.present_tokens) == (480, 480 * has_blocks)
     router.note_routed(choice, prompt, 0.0)
-    other = PromptChain.of(list(range(900, 1400)), ROOT, 16, has_states=True)
+    other = chain_of_tokens(list(range(900, 1400)), ROOT, 16, has_states=True)
     assert (best(router, other).expected_seconds < 50.0) == has_blocks
 
 
@@ -162,7 +162,7 @@ def test_a_state_on_redis_counts_without_its_first_blocks():
     """In a long conversation, blocks that were stored on the server minutes ago are no longer
     reported but still exist.
     """
-    prompt = PromptChain.of(list(range(16 * 60 + 1)), ROOT, 16, has_states=True)
+    prompt = chain_of_tokens(list(range(16 * 60 + 1)), ROOT, 16, has_states=True)
     router = router_of(2)
     router.take_report("r1", report(1, shared_token_seconds=SERVER), 0.0)
     router.take_events("r0", told([*prompt.shared.keys[-3:], prompt.states[Place.SHARED][57]]), 0.0)
@@ -179,7 +179,7 @@ def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(len
     """
     tokens = list(range(length))
     sent, longer, branch = (
-        PromptChain.of(ids, ROOT, 16, has_states=True)
+        chain_of_tokens(ids, ROOT, 16, has_states=True)
         for ids in (tokens, [*tokens, *range(99)], [*tokens[:160], 7])
     )
     router = router_of(10)
@@ -198,19 +198,19 @@ def test_continued_and_repeated_prompts_follow_the_state_and_branches_do_not(len
     assert best(router, sent, 500.0, among=[choice.replica_id]).matched_tokens == 9 * 16, (
         "unconfirmed blocks must expire"
     )
-    router.check()
+    check_router(router)
 
 
 def test_states_do_not_affect_models_without_them():
     """Chains of a model without states are placed by their blocks. The choices are equal to the bit
     with and without reported states.
     """
-    prompts = [PromptChain.of([number // 3, *range(400)], ROOT, 16) for number in range(12)]
+    prompts = [chain_of_tokens([number // 3, *range(400)], ROOT, 16) for number in range(12)]
     found = []
     for tells_states in (False, True):
         router = router_of(8)
         for number in range(8):
-            prompt = PromptChain.of([number // 2, *range(400)], ROOT, 16, has_states=True)
+            prompt = chain_of_tokens([number // 2, *range(400)], ROOT, 16, has_states=True)
             states = [key for keys in prompt.states for key in keys]
             outside = [*prompt.disk.keys, *prompt.shared.keys]
             keys = [
