@@ -22,6 +22,14 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Makes the roots of `rows` the children of `list`. Rows in place are not moved, because they would lose the keyboard focus. */
+export function keepRows(list, rows) {
+  const roots = Array.from(rows, ({ root }) => root);
+  const kept = new Set(roots);
+  for (const child of [...list.children]) if (!kept.has(child)) child.remove();
+  roots.forEach((root, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
+}
+
 /** A button of type "button" that calls `action`. */
 export function button(label, action, attributes = {}) {
   const made = element("button", { type: "button", text: label, ...attributes });

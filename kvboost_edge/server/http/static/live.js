@@ -1,14 +1,14 @@
 /** The live view: the figures of GET /v1/blocks, read twice a second while visible. */
 
 import { readJsonFrom } from "/static/api.js";
-import { byId, element } from "/static/dom.js";
+import { byId, element, setText } from "/static/dom.js";
 import { bytes, count, percent, plural, rate } from "/static/format.js";
+import { Poller } from "/static/poller.js";
 import { PoolMap, STATES, decodeBytes } from "/static/poolmap.js";
 import { Sparkline } from "/static/sparkline.js";
 import { showTiers } from "/static/tiers.js";
 
 const INTERVAL_MS = 500;
-const LONGEST_PAUSE_MS = 16000;
 const SPEED_WINDOW_MS = 2000;
 const HINT = "Point at a cell, or focus it and use the arrow keys.";
 
@@ -37,9 +37,7 @@ export class LiveView {
   #model;
   #map;
   #spark = new Sparkline(byId("spark"));
-  #timer = 0;
-  #busy = false;
-  #pause = INTERVAL_MS;
+  #poller = new Poller(INTERVAL_MS, () => byId("live").checkVisibility() && !this.#refused, () => this.#read());
   #refused = false; // the key is not accepted, so polling stops
   #replicas = {};
   #samples = []; // [time in ms, generated tokens so far]
@@ -52,7 +50,6 @@ export class LiveView {
     for (const { name, words } of STATES) byId("legend").append(legendItem(name, words));
     for (const [name, label] of LEDGER) byId("ledger").append(ledgerItem(name, label));
     for (const [name, label] of COUNTERS) byId("counters").append(pair(label, element("dd", { id: name, text: "–" })));
-    document.addEventListener("visibilitychange", () => this.wake());
     this.wake();
   }
 
@@ -60,39 +57,24 @@ export class LiveView {
   wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
     if (otherModel) this.#forget();
-    this.#pause = INTERVAL_MS;
-    this.#schedule(0);
+    this.#poller.wake();
   }
 
-  #schedule(delay) {
-    clearTimeout(this.#timer);
-    if (this.#seen() && !this.#refused) this.#timer = setTimeout(() => this.#poll(), delay);
-  }
-
-  #seen() {
-    return document.visibilityState === "visible" && byId("live").checkVisibility();
-  }
-
-  async #poll() {
-    if (this.#busy) return; // the request in progress schedules the next one
+  async #read() {
     if (!this.#model.isLoaded) {
-      this.#showState("not loaded", "warn"); // wake() is called once it is loaded
-      return;
+      this.#showState("not loaded", "warn");
+      return true;
     }
-    this.#busy = true;
     const { query } = this.#model;
     const key = this.#key();
     try {
       const pool = await readJsonFrom(`/v1/blocks${query}`, key);
       if (query === this.#model.query) this.#show(pool);
-      this.#pause = INTERVAL_MS;
+      return true;
     } catch (error) {
       this.#showFailure(error, key);
-      this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
-    } finally {
-      this.#busy = false;
+      return false;
     }
-    this.#schedule(this.#pause);
   }
 
   #show(pool) {
@@ -160,7 +142,7 @@ export class LiveView {
 
   #showState(text, kind) {
     const state = byId("live-state");
-    if (state.textContent !== text) state.textContent = text;
+    setText(state, text);
     state.classList.toggle("warn", kind === "warn");
     byId("live").classList.toggle("stale", kind === "warn");
   }

@@ -1,6 +1,6 @@
 /** The models of the server: load, unload, add and delete them, as far as this API key may. */
 
-import { byId, setText } from "/static/dom.js";
+import { byId, keepRows, setText } from "/static/dom.js";
 import { bytes } from "/static/format.js";
 import { deleteModel, loadModel, unloadModel } from "/static/modelactions.js";
 import { ModelRow } from "/static/modelrow.js";
@@ -74,10 +74,8 @@ export class ModelsView {
   }
 
   #showRows(all) {
-    const list = byId("model-list");
     const rows = new Map(all.map((model) => [model.id, this.#rows.get(model.id) ?? this.#row(model)]));
-    for (const [id, { root }] of this.#rows) if (!rows.has(id)) root.remove();
-    [...rows.values()].forEach(({ root }, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
+    keepRows(byId("model-list"), rows.values());
     this.#rows = rows;
     const { chosen, changes, memory } = this.#models;
     for (const model of all) {

@@ -2,21 +2,19 @@
 
 import { readJsonFrom } from "/static/api.js";
 import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";
-import { button, byId, element } from "/static/dom.js";
+import { button, byId, element, keepRows, setText } from "/static/dom.js";
 import { count, duration, percent } from "/static/format.js";
+import { Poller } from "/static/poller.js";
 import { PromptRow } from "/static/promptrow.js";
 
 const INTERVAL_MS = 2500;
-const LONGEST_PAUSE_MS = 16000;
 const NEIGHBOURS = { ArrowUp: -1, ArrowDown: 1, Home: -Infinity, End: Infinity };
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 export class Prompts {
   #key;
-  #timer = 0;
-  #pause = INTERVAL_MS;
-  #busy = false;
+  #poller = new Poller(INTERVAL_MS, () => byId("prompts").checkVisibility() && !this.#refused, () => this.#read());
   #refused = false;
   #rows = new Map(); // by request; kept, so that open rows stay open
   #chips = new Map(); // by cause, in the order of CAUSES
@@ -28,7 +26,6 @@ export class Prompts {
     this.#key = key;
     for (const cause of Object.keys(CAUSES)) this.#chip(cause);
     byId("prompts").addEventListener("keydown", (event) => this.#move(event));
-    document.addEventListener("visibilitychange", () => this.wake());
   }
 
   /** Reads now if the list is visible; a new key clears the list. */
@@ -38,8 +35,7 @@ export class Prompts {
       this.#only = "";
       this.#show([]);
     }
-    this.#pause = INTERVAL_MS;
-    this.#schedule(0);
+    this.#poller.wake();
   }
 
   /** Opens a request, now or when the server lists it. */
@@ -51,43 +47,29 @@ export class Prompts {
     this.wake();
   }
 
-  #schedule(delay) {
-    clearTimeout(this.#timer);
-    const seen = document.visibilityState === "visible" && byId("prompts").checkVisibility();
-    if (seen && !this.#refused) this.#timer = setTimeout(() => this.#poll(), delay);
-  }
-
-  async #poll() {
-    if (this.#busy) return; // the request in progress schedules the next one
-    this.#busy = true;
+  async #read() {
     const key = this.#key();
     try {
       const { data, kept_seconds: kept } = await readJsonFrom("/v1/requests", key);
       if (key === this.#key()) this.#show(data, kept);
-      this.#pause = INTERVAL_MS;
       this.#say("live", false);
+      return true;
     } catch (error) {
       this.#refused = error.status === 401 && key === this.#key();
-      this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
       this.#say(this.#refused ? "API key needed" : error.status > 0 ? `status ${error.status}, retrying` : "not reachable, retrying", true);
-    } finally {
-      this.#busy = false;
+      return false;
     }
-    this.#schedule(this.#pause);
   }
 
   #say(text, wrong) {
     const state = byId("prompts-state");
-    if (state.textContent !== text) state.textContent = text;
+    setText(state, text);
     state.classList.toggle("warn", wrong);
   }
 
   #show(requests, kept = 1) {
     const rows = new Map(requests.map((one) => [one.request_id, this.#rows.get(one.request_id) ?? this.#row(one)]));
-    const list = byId("prompts");
-    for (const [id, { root }] of this.#rows) if (!rows.has(id)) root.remove();
-    // Moving a row would lose the keyboard focus.
-    [...rows.values()].forEach(({ root }, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
+    keepRows(byId("prompts"), rows.values());
     this.#rows = rows;
     const none = kept > 0 ? "None yet." : "The server does not record requests (--request-history 0).";
     byId("prompts-note").textContent = requests.length > 0 ? overall(requests) : none;
@@ -169,7 +151,7 @@ export class Prompts {
       const kind = Object.keys(SHAPES).find((one) => found.some((row) => row.kind === one)) ?? "plain"; // the most important one
       chip.classList.toggle("look", kind === "look");
       const text = `${SHAPES[kind]} ${count(found.length)} × ${causeInWords(cause)}, ${duration(1000 * sum(found.map(({ seconds }) => seconds)))}`;
-      if (chip.textContent !== text) chip.textContent = text;
+      setText(chip, text);
       chip.setAttribute("aria-pressed", String(cause === this.#only));
       chip.hidden = found.length === 0 && cause !== this.#only;
     }
