@@ -1,7 +1,5 @@
 /** Requests to this server and its errors. The API key is sent in the Authorization header only. */
 
-import { EventParser } from "/static/sse.js";
-
 /** An error: `message` for people, `detail` from the server, `status` 0 without a response. */
 export class ApiError extends Error {
   constructor(message, { status = 0, detail = "", requestId = "" } = {}) {
@@ -87,43 +85,42 @@ export function unlessAborted(signal, promise) {
 /** The objects of a streamed chat completion; calls `begun(request id)` first. Rejects with ApiError. */
 export async function* streamChat(body, { key, signal, begun }) {
   const response = await request("/v1/chat/completions", { key, body, signal });
-  const requestId = response.headers.get("x-request-id") ?? "";
+  const requestId = idOf(response);
   begun(requestId);
-  const parser = new EventParser();
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { value, done } = await nextPiece(reader, signal, requestId);
-    if (done) throw new ApiError("The connection ended before the answer was complete.", { requestId });
-    for (const data of parser.push(value)) {
-      if (data === "[DONE]") return;
-      yield parsed(data, requestId);
-    }
+  for await (const line of linesOf(response, signal)) {
+    if (!line.startsWith("data: ")) continue; // a comment, or the end of an event, which has one line of data
+    const data = line.slice("data: ".length);
+    if (data === "[DONE]") return;
+    yield parsed(data, requestId);
   }
+  throw new ApiError("The connection ended before the answer was complete.", { requestId });
 }
 
 /** The objects of an answer in JSON lines. Rejects with ApiError, also for an object with an error. */
 export async function* streamLines(path, options) {
   const response = await request(path, options);
-  const requestId = response.headers.get("x-request-id") ?? "";
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value = "", done } = await nextPiece(reader, options.signal, requestId);
-    const lines = (rest + value).split("\n");
-    rest = done ? "" : lines.pop();
-    for (const line of lines) if (line.trim() !== "") yield parsed(line, requestId, "The server reports an error.");
-    if (done) return;
+  for await (const line of linesOf(response, options.signal)) {
+    if (line !== "") yield parsed(line, idOf(response), "The server reports an error.");
   }
 }
 
-async function nextPiece(reader, signal, requestId) {
-  try {
-    return await reader.read();
-  } catch (error) {
-    if (signal?.aborted) throw error;
-    throw new ApiError("The connection to the server was lost.", { detail: String(error.message), requestId });
+/** The lines of an answer as they arrive, without a last one that is not ended. */
+async function* linesOf(response, signal) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch((error) => {
+      if (signal?.aborted) throw error;
+      throw new ApiError("The connection to the server was lost.", { detail: String(error.message), requestId: idOf(response) });
+    });
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) yield line.trimEnd(); // a proxy may end lines with CR LF
   }
 }
+
+const idOf = (response) => response.headers.get("x-request-id") ?? "";
 
 /** `words`: those for an error without a known code. */
 function parsed(data, requestId, words = "The server failed while answering.") {
@@ -143,7 +140,7 @@ async function refused(response) {
   let message = WORDS[code] ?? WORDS[response.status] ?? `The server answered with status ${response.status}.`;
   const wait = Number(response.headers.get("retry-after"));
   if (wait > 0) message += ` Try again in ${wait} s.`;
-  return new ApiError(message, { status: response.status, detail, requestId: response.headers.get("x-request-id") ?? "" });
+  return new ApiError(message, { status: response.status, detail, requestId: idOf(response) });
 }
 
 /** The error in OpenAI's or Ollama's format; {} for other formats, which are shown by status. */

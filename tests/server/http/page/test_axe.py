@@ -113,7 +113,7 @@ def test_models_view_has_no_accessibility_violations(page):
     event = {"status": "pulling x", "digest": "x", "total": 100, "completed": 30}
     page.route(
         "**/api/pull",
-        lambda route: route.fulfill(body="\n".join(map(json.dumps, [event, {"error": "cut"}]))),
+        lambda route: route.fulfill(body=f'{json.dumps(event)}\n{{"error": "cut"}}\n'),
     )
     page.reload()
     page.evaluate(AXE)

@@ -1,5 +1,5 @@
-"""Unit tests of the page's modules: stream parser, validation of settings, text of the answer, and
-sums of the block map.
+"""Unit tests of the page's modules: reading of streams, validation of settings, text of the answer,
+and sums of the block map.
 """
 
 import base64
@@ -10,9 +10,30 @@ import pytest
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.response_types import BlockCounts
 
-PARSE = (
-    "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
-)
+STREAM = """
+  const really = window.fetch;
+  const bytes = new TextEncoder().encode(argument);
+  const found = [];
+  for (let at = 0; at <= bytes.length; at += 1) {
+    window.fetch = async () => new Response(new ReadableStream({
+      start(controller) {
+        controller.enqueue(bytes.slice(0, at));
+        controller.enqueue(bytes.slice(at));
+        controller.close();
+      },
+    }));
+    const chunks = [];
+    try {
+      const options = {key: '', signal: null, begun() {}};
+      for await (const chunk of it.streamChat({}, options)) chunks.push(chunk);
+    } catch (error) {
+      chunks.push(error.message);
+    }
+    found.push(chunks);
+  }
+  window.fetch = really;
+  return found;
+"""
 SHOW = """
   const root = document.createElement('div');
   const view = new it.AnswerView(root);
@@ -21,23 +42,22 @@ SHOW = """
   const inner = (node) => (node.matches('.code') ? node.querySelector('code') : node);
   return [...root.children].map((node) => [node.className, inner(node).textContent]);
 """
-STREAM = (
-    ': comment\n\ndata: {"a": 1}\n\nevent: x\nid: 7\ndata: two\ndata:lines\n\nretry: 5\n\n'
-    "data\n\ndata: ünï 🌍\n\ndata: [DONE]\n\ndata: cut"
-)
-EVENTS = ['{"a": 1}', "two\nlines", "", "ünï 🌍", "[DONE]"]
+TEXT = ': ping\n\ndata: {"a": 1}\n\nevent: x\ndata: "ünï 🌍"\n\ndata: []\n\n'
+CHUNKS = [{"a": 1}, "ünï 🌍", []]
 
 
-@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_server_sent_events_are_parsed_at_any_split(modules, ending):
-    stream = STREAM.replace("\n", ending)
-    cuts = [[stream[:at], stream[at:]] for at in range(len(stream) + 1)] + [list(stream)]
-    found = modules.module("sse", f"return argument.map((argument) => {{ {PARSE} }});", cuts)
-    assert found == [EVENTS] * len(cuts)
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_chat_streams_are_read_at_any_split(modules, ending):
+    stream = (TEXT + 'data: [DONE]\n\ndata: "later"\n\n').replace("\n", ending)
+    found = modules.module("api", STREAM, stream)
+    assert found == [CHUNKS] * (len(stream.encode()) + 1)
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_line(modules):
-    assert modules.module("sse", PARSE, ["\ufeffda", "ta: one\n\n"]) == ["one"]
+@pytest.mark.parametrize("cut", ["", 'data: {"b', "data: [DONE]"])
+def test_a_chat_stream_without_its_end_is_an_error(modules, cut):
+    found = modules.module("api", STREAM, TEXT + cut)
+    error = "The connection ended before the answer was complete."
+    assert found == [[*CHUNKS, error]] * (len((TEXT + cut).encode()) + 1)
 
 
 def test_settings_bounds_equal_the_servers(modules):

@@ -171,7 +171,8 @@ def test_models_and_presets_are_shown_as_text(visit):
     ]
     said = {"allowed": True, "reason": names[0]}
     visit.serve("**/v1/models", {"data": rows, "changes": said})
-    visit.route("**/api/pull", lambda route: route.fulfill(json={"error": names[4]}))
+    line = json.dumps({"error": names[4]}) + "\n"
+    visit.route("**/api/pull", lambda route: route.fulfill(body=line))
     kept = [{"name": name, "texts": {"system": name}} for name in names if len(name) <= 60]
     visit.evaluate("(text) => localStorage.setItem('presets', text)", json.dumps(kept))
     visit.reload()
