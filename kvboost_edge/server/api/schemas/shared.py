@@ -62,6 +62,7 @@ __all__ = [
     "is_text",
     "map_schema",
     "number_schema",
+    "object_schema",
     "or_null",
 ]
 
@@ -155,6 +156,16 @@ def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> With
             "additionalProperties": values,
         }
     )
+
+
+def object_schema(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """Return the JSON Schema of an object that has no other members than these."""
+    return {
+        "type": "object",
+        "properties": {**required, **optional},
+        "required": [*required],
+        "additionalProperties": False,
+    }
 
 
 def number_schema(name: str) -> dict[str, Any]:

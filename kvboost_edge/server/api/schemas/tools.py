@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.shared import object_schema
 from kvboost_edge.server.api.schemas.strict import field_error
 from kvboost_edge.text.turns.replay import object_in
 
@@ -224,16 +225,6 @@ def size_of_tools(tools: list[dict[str, Any]] | None) -> int:
     return len(json.dumps(tools, ensure_ascii=False)) if tools else 0
 
 
-def _object(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    properties = {**required, **optional}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*required],
-        "additionalProperties": False,
-    }
-
-
 _FUNCTION = {"const": "function"}
 NAME_SCHEMA = {
     "type": "string",
@@ -241,10 +232,10 @@ NAME_SCHEMA = {
     "maxLength": COUNTS["tool_name"].high,
 }
 """JSON Schema of a function's name."""
-_TOOL = _object(
+_TOOL = object_schema(
     {
         "type": _FUNCTION,
-        "function": _object(
+        "function": object_schema(
             {"name": NAME_SCHEMA},
             description={"type": "string"},
             parameters={"type": "object"},
@@ -252,18 +243,18 @@ _TOOL = _object(
         ),
     }
 )
-_CHOSEN = _object({"type": _FUNCTION, "function": _object({"name": NAME_SCHEMA})})
+_CHOSEN = object_schema({"type": _FUNCTION, "function": object_schema({"name": NAME_SCHEMA})})
 _SOME = {"type": "array", "minItems": 1, "items": _CHOSEN}
-_ALLOWED = _object({"mode": {"enum": ["auto", "required"]}, "tools": _SOME})
+_ALLOWED = object_schema({"mode": {"enum": ["auto", "required"]}, "tools": _SOME})
 _CHOICE = {
     "anyOf": [
         {"enum": list(_CHOICES)},
         _CHOSEN,
-        _object({"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED}),
+        object_schema({"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED}),
     ]
 }
-_CALL = _object(
-    {"function": _object({"name": NAME_SCHEMA}, arguments={"type": "string"})},
+_CALL = object_schema(
+    {"function": object_schema({"name": NAME_SCHEMA}, arguments={"type": "string"})},
     type=_FUNCTION,
     id={"type": "string", "maxLength": COUNTS["tool_call_id"].high},
 )

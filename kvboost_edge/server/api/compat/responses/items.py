@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.schemas.shared import is_text
+from kvboost_edge.server.api.schemas.shared import is_text, object_schema
 from kvboost_edge.server.api.schemas.strict import field_error
 from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
 from kvboost_edge.server.api.schemas.unsupported_fields import NO_IMAGES
@@ -215,16 +215,6 @@ _KINDS: Mapping[str, tuple[set[str], Callable[[Json, str], Json]]] = {
 }
 
 
-def _object(required: Json, **optional: Any) -> Json:
-    properties = {**required, **optional}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [*required],
-        "additionalProperties": False,
-    }
-
-
 def _length(name: str, least: int = 1) -> Json:
     return {"type": "string", "minLength": least, "maxLength": int(COUNTS[name].high)}
 
@@ -232,7 +222,7 @@ def _length(name: str, least: int = 1) -> Json:
 def _list_of_parts(kinds: Sequence[str], least: int = 1) -> Json:
     hint = {"prompt_cache_breakpoint": {"type": "object"}}
     parts = [
-        _object(
+        object_schema(
             {"type": {"const": kind}, _PARTS[kind]: _length("text", 0)},
             **(hint if kind == "input_text" else {}),
         )
@@ -253,17 +243,17 @@ _COMMON = {
 }
 _CALL_ID = {"call_id": _length("tool_call_id")}
 _SCHEMAS = [
-    _object(
+    object_schema(
         {"role": {"enum": list(_ROLES)}, "content": {"anyOf": [_TEXT, _list_of_parts(_SAID)]}},
         type={"const": "message"},
         **_COMMON,
     ),
-    _object(
+    object_schema(
         {"type": {"const": "function_call"}, **_CALL_ID, "name": NAME_SCHEMA, "arguments": _TEXT},
         namespace=NAME_SCHEMA,
         **_COMMON,
     ),
-    _object(
+    object_schema(
         {
             "type": {"const": "function_call_output"},
             **_CALL_ID,
@@ -271,12 +261,12 @@ _SCHEMAS = [
         },
         **_COMMON,
     ),
-    _object(
+    object_schema(
         {"type": {"const": "reasoning"}, "summary": _list_of_parts(("summary_text",), 0)},
         content=_list_of_parts(_THOUGHT, 0),
         **_COMMON,
     ),
-    _object({"id": _length("tool_call_id")}, type={"const": "item_reference"}),
+    object_schema({"id": _length("tool_call_id")}, type={"const": "item_reference"}),
 ]
 _LIST = {
     "type": "array",

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.shared import object_schema
 from kvboost_edge.server.api.schemas.strict import field_error
+from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
 
 __all__ = [
     "ChoiceField",
@@ -169,67 +171,38 @@ def _text(value: Any) -> Json:
 
 
 _NAMED = {"type", "name"}
-_NAME = {
-    "type": "string",
-    "pattern": r"^[A-Za-z0-9_.\-]+$",
-    "maxLength": int(COUNTS["tool_name"].high),
-}
-_BY_NAME = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "name": _NAME},
-    "required": ["type", "name"],
-    "additionalProperties": False,
-}
-_TOOL = {
-    **_BY_NAME,
-    "properties": {
-        **_BY_NAME["properties"],  # type: ignore[dict-item]
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-_SPACE = {
-    "type": "object",
-    "properties": {
+_FUNCTION_TYPE = {"const": "function"}
+_BY_NAME = object_schema({"type": _FUNCTION_TYPE, "name": NAME_SCHEMA})
+_TOOL = object_schema(
+    {"type": _FUNCTION_TYPE, "name": NAME_SCHEMA},
+    description={"type": ["string", "null"]},
+    parameters={"type": ["object", "null"]},
+    strict={"type": ["boolean", "null"]},
+)
+_SPACE = object_schema(
+    {
         "type": {"const": "namespace"},
-        "name": _NAME,
-        "description": {"type": "string"},
+        "name": NAME_SCHEMA,
         "tools": {"type": "array", "minItems": 1, "items": _TOOL},
     },
-    "required": ["type", "name", "tools"],
-    "additionalProperties": False,
-}
-_ALLOWED = {
-    "type": "object",
-    "properties": {
+    description={"type": "string"},
+)
+_ALLOWED = object_schema(
+    {
         "type": {"const": "allowed_tools"},
         "mode": {"enum": ["auto", "required"]},
         "tools": {"type": "array", "minItems": 1, "items": _BY_NAME},
-    },
-    "required": ["type", "mode", "tools"],
-    "additionalProperties": False,
-}
+    }
+)
 _FORMS = {
     "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"enum": ["text", "json_object"]}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "json_schema"},
-                "name": {"type": "string"},
-                "schema": {"type": "object"},
-                "description": {"type": "string"},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["type", "schema"],
-            "additionalProperties": False,
-        },
+        object_schema({"type": {"enum": ["text", "json_object"]}}),
+        object_schema(
+            {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+            name={"type": "string"},
+            description={"type": "string"},
+            strict={"type": ["boolean", "null"]},
+        ),
         {"type": "null"},
     ]
 }
