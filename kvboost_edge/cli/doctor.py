@@ -196,15 +196,14 @@ def _versions() -> dict[str, Any]:
 
 def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[str, Any]:
     try:
-        with found_model(model, options, open_console(stderr=True)) as path:
-            checkpoint = open_checkpoint(path, config)
-            found = installed_route(checkpoint, config)
-            return {
-                **found,
-                "chunk_reuse": _chunk_reuse(checkpoint, config, found),
-                **_memory_of(checkpoint, config, found),
-                **mtp_report(checkpoint, config, found),
-            }
+        checkpoint = open_checkpoint(found_model(model, options), config)
+        found = installed_route(checkpoint, config)
+        return {
+            **found,
+            "chunk_reuse": _chunk_reuse(checkpoint, config, found),
+            **_memory_of(checkpoint, config, found),
+            **mtp_report(checkpoint, config, found),
+        }
     except KVBoostError as error:
         return {"problem": str(error)}
 

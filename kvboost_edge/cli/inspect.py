@@ -44,7 +44,8 @@ _LONG = 80
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
     """Print the report on `model`. Errors name the damaged or missing file."""
     notes = open_console(stderr=True, quiet=as_json)
-    with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
+    path = found_model(model, options)
+    with spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
         report = {
             "model": model,

@@ -43,13 +43,12 @@ _FEW_SECONDS = 5.0
 _LOOK_SECONDS = 0.1  # interval between updates of a progress bar
 
 
-@contextmanager
-def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
-    """Yield the model's local directory or file. Downloads the model first if necessary."""
+def found_model(model: str, options: dict[str, Any]) -> Path:
+    """Return the model's local directory or file. Downloads the model first if necessary."""
     wanted = {
         name: options[name] for name in ("revision", "token", "local_files_only") if name in options
     }
-    yield locate_model(model, **wanted)
+    return locate_model(model, **wanted)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -86,8 +85,8 @@ def loaded_engine(
     started = time.perf_counter()
     config = EngineConfig.from_options(**options)
     check_settings(settings or {})
-    with found_model(model, options, notes) as path:
-        check_limit(path, config, (settings or {}).get("max_new_tokens"))
+    path = found_model(model, options)
+    check_limit(path, config, (settings or {}).get("max_new_tokens"))
     with _loading_shown(notes, model, path) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
         from kvboost_edge.engine.offload.tiering import tier_places

@@ -39,8 +39,7 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
     """
     console = open_console()
     started = time.perf_counter()
-    with found_model(model, options, console):
-        pass  # report a wrong name before compiling
+    found_model(model, options)  # report a wrong name before compiling
     forms = _forms(options)
     columns = (
         text_column("compiling"),

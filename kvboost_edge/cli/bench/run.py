@@ -200,8 +200,8 @@ def _measure(
         meter = CaseTimer(engine, tokens)
         for case in cases:
             meter.check(case)
-        with found_model(model, engine_options, notes) as path:
-            writer = writer or open_writer(form, _subject(engine, path, model), _write)
+        path = found_model(model, engine_options)
+        writer = writer or open_writer(form, _subject(engine, path, model), _write)
         with _bar(notes, len(cases) * repetitions) as bar:
             for case in cases[: len(cases) - len(after_restart)]:
                 bar.name(case)
