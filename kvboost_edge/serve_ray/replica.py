@@ -188,12 +188,6 @@ class EngineReplica:
             "root": self._engine.cache_root.hex(),
         }
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return this replica's load, for other routers and Ray's dashboard."""
-        return dataclasses.asdict(
-            self._meter.report(time.monotonic(), free_blocks=await self._free_blocks())
-        )
-
     def close(self) -> None:
         """Store pending blocks in the tiers, and close the engine."""
         self._engine.close()
