@@ -18,7 +18,7 @@ from kvboost_edge.cli.console import counted, open_console
 from kvboost_edge.cli.named_session import ChatSession, LocalSession, RemoteSession
 from kvboost_edge.cli.option_parsing import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
-from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
+from kvboost_edge.cli.servers.remote import RemoteAnswer, ServerClient, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
@@ -125,7 +125,7 @@ def run_remote_chat(
 ) -> None:
     """Chat with a running server until the end of input."""
     console = open_console()
-    with RemoteChat(url, api_key=api_key, model=model) as remote:
+    with ServerClient(url, api_key=api_key, model=model) as remote:
         console.print(f"{remote.model} at {url}", style="dim")
         kept = None if session is None else RemoteSession(session, remote)
         opening = _opening(kept, system)
@@ -177,7 +177,7 @@ def _local(engine: CPUPagedEngine, settings: dict[str, Any], console: Console) -
     return _Partner(reply, show_stats)
 
 
-def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _Partner:
+def _remote(remote: ServerClient, settings: dict[str, Any], console: Console) -> _Partner:
     named = _for_server(settings)
 
     def reply(messages: Messages, message: Message, write: Write) -> str:

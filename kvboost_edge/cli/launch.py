@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import ServerClient
 from kvboost_edge.errors import BackendUnavailable, ConfigError
 
 __all__ = ["CLIENTS", "Launch", "RunningServer", "run_launch"]
@@ -146,9 +146,8 @@ def run_launch(
 
 def _served(url: str, api_key: str, model: str) -> RunningServer:
     """Return the server, with the named model or its first model."""
-    key = api_key or os.environ.get("KVBOOST_API_KEY", "")
-    with RemoteChat(url, api_key=key) as server:
-        served = {str(one["id"]): one for one in server.models()}
+    with ServerClient(url, api_key=api_key) as server:
+        served = server.models()
     name = model or next(iter(served))
     if name not in served:
         known = ", ".join(map(repr, served))
@@ -158,7 +157,7 @@ def _served(url: str, api_key: str, model: str) -> RunningServer:
         )
     context = served[name].get("max_model_len")
     return RunningServer(
-        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0
+        server.url, server.api_key, name, context if isinstance(context, int) else 0
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvboost_edge.cli.render import tokens_words
-from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import ServerClient
 from kvboost_edge.config import disk_cache_root
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.serve_options import served_name
@@ -113,7 +113,7 @@ class RemoteSession:
         name: Name of the session.
     """
 
-    def __init__(self, name: str, remote: RemoteChat) -> None:
+    def __init__(self, name: str, remote: ServerClient) -> None:
         """Open a session. Raises ConfigError for an invalid name."""
         self.name = _checked(name)
         self._remote = remote

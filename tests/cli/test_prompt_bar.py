@@ -17,7 +17,7 @@ from helpers.server.live_servers import wait_until
 from kvboost_edge.cli import render
 from kvboost_edge.cli.chat import _remote
 from kvboost_edge.cli.render import PromptBar, progress_words
-from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat
+from kvboost_edge.cli.servers.remote import RemoteAnswer, ServerClient
 from kvboost_edge.cli.session import answer
 from kvboost_edge.engine.request.progress import Progress
 
@@ -154,7 +154,7 @@ def test_progress_is_requested_from_a_server(server, owner):
         if owner == "kvboost-edge" or name != "estimated_ms"
     }
     server.events = [chunk("", prompt_progress=told), *GOOD]
-    with RemoteChat(server.url) as remote:
+    with ServerClient(server.url) as remote:
         first, *rest = remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True)
     assert first == (HALF if owner == "kvboost-edge" else HALF._replace(seconds_left=None))
     assert rest[:2] == ["Hel", "lo"]
@@ -167,7 +167,7 @@ def test_progress_is_requested_from_a_server(server, owner):
 )
 def test_progress_is_not_requested_from_other_servers(server, models):
     server.models = models
-    with RemoteChat(server.url, model="a-model") as remote:
+    with ServerClient(server.url, model="a-model") as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True))
     assert pieces[:2] == ["Hel", "lo"]
     assert "return_progress" not in server.bodies[-1]
@@ -178,7 +178,7 @@ def test_progress_is_not_requested_from_other_servers(server, models):
 )
 def test_invalid_progress_events_are_ignored(server, told):
     server.events = [chunk("", prompt_progress=told), *GOOD]
-    with RemoteChat(server.url) as remote:
+    with ServerClient(server.url) as remote:
         pieces = list(remote.stream([{"role": "user", "content": "Hi"}], {}))
     assert pieces[:2] == ["Hel", "lo"]
 
@@ -187,7 +187,7 @@ def test_a_servers_progress_is_drawn(server, at_once):
     server.models = {"data": [{"id": "a-model", "owned_by": "kvboost-edge"}]}
     server.events = [chunk("", prompt_progress=TOLD), *GOOD]
     console, file = terminal()
-    with RemoteChat(server.url) as remote:
+    with ServerClient(server.url) as remote:
         message = {"role": "assistant", "content": ""}
         asked = [{"role": "user", "content": "Hi"}]
         _remote(remote, {}, console).reply(asked, message, file.write)

@@ -90,8 +90,8 @@ FAULTS = (
     fault(
         "does not send the API key from the environment",
         "cli/servers/remote.py",
-        'key = api_key or os.environ.get(_KEY_VARIABLE, "")',
-        "key = api_key",
+        'self.api_key = api_key or os.environ.get(_KEY_VARIABLE, "")',
+        "self.api_key = api_key",
         f"{_REMOTE}::test_the_key_is_sent_and_a_wrong_one_is_named",
     ),
     fault(
@@ -160,13 +160,9 @@ FAULTS = (
     ),
     fault(
         "sends a client to a URL that ends in /v1 twice",
-        "cli/launch.py",
-        (
-            "    return RunningServer(\n"
-            '        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0\n'
-            "    )\n"
-        ),
-        '    return RunningServer(url.rstrip("/"), key, name, context if isinstance(context, int) else 0)\n',
+        "cli/servers/remote.py",
+        'url.rstrip("/").removesuffix("/v1")',
+        'url.rstrip("/")',
         "tests/cli/test_launch.py::test_launch_configures_claude",
     ),
     fault(

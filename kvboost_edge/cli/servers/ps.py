@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import ServerClient
 
 __all__ = ["run_ps"]
 
@@ -18,7 +18,7 @@ _NEVER_YEAR = 9999
 
 def run_ps(url: str, api_key: str, *, as_json: bool) -> None:
     """Print the loaded models of a server, and when each will be unloaded."""
-    with RemoteChat(url, api_key=api_key, model="any") as server:
+    with ServerClient(url, api_key=api_key) as server:
         rows = server.loaded_models()
     if as_json:
         print(json.dumps(rows))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvboost_edge.cli.option_parsing import JsonOption
-from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import ServerClient
 from kvboost_edge.errors import ConfigError
 
 __all__ = ["add_commands", "run_warm"]
@@ -30,7 +30,7 @@ def run_warm(
     body = {"add_generation_prompt": True, **_recorded(Path(file))}
     body |= {"pin": True} if pin else {}
     body |= {} if ttl is None else {"ttl": ttl}
-    with RemoteChat(url, api_key=api_key, model="any") as server:
+    with ServerClient(url, api_key=api_key) as server:
         found = server.warm(body)
     if as_json:
         print(json.dumps(found))

@@ -24,7 +24,7 @@ from kvboost_edge.errors import (
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteAnswer", "RemoteChat", "RemoteToolCall", "Thought"]
+__all__ = ["RemoteAnswer", "RemoteToolCall", "ServerClient", "Thought"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
@@ -107,45 +107,56 @@ class RemoteAnswer(NamedTuple):
         return " · ".join([*parts, finish_words(self.finish_reason)])
 
 
-class RemoteChat:
+class ServerClient:
     """Client for one server, usable as a context manager. Every failure raises a KVBoostError.
 
-    Args:
-        url: URL of the server, with or without a trailing /v1.
-        api_key: API key; by default $KVBOOST_API_KEY.
-        model: Name of the model; by default the server's first model.
+    Attributes:
+        url: URL of the server without a trailing /v1.
+        api_key: API key; "" if there is none.
     """
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
+        """Create a client. No request is sent yet.
+
+        Args:
+            url: URL of the server, with or without a trailing /v1.
+            api_key: API key; by default $KVBOOST_API_KEY.
+            model: Name of the model; by default the server's first model.
+        """
         try:
             self._httpx: Any = importlib.import_module("httpx")
         except ImportError as error:
             raise BackendUnavailable(
                 f"--url needs httpx; install the extra: {install_extra('server')}"
             ) from error
-        base = url.rstrip("/").removesuffix("/v1")
-        if not base.startswith(("http://", "https://")):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"--url {url!r} must begin with http:// or https://, such as http://127.0.0.1:8000"
             )
-        key = api_key or os.environ.get(_KEY_VARIABLE, "")
-        self._url = base
+        self.api_key = api_key or os.environ.get(_KEY_VARIABLE, "")
         timeout = self._httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
         try:
-            headers = {"authorization": f"Bearer {key}"} if key else {}
+            headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
             self._client: httpx.Client = self._httpx.Client(
-                base_url=base, headers=headers, timeout=timeout
+                base_url=self.url, headers=headers, timeout=timeout
             )
         except (self._httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
             raise ConfigError(f"--url {url!r} or the API key is not valid: {error}") from error
         self._telling: bool | None = None
-        self.model = model or self._first_model()
+        self._model = model
 
-    def __enter__(self) -> RemoteChat:
+    def __enter__(self) -> ServerClient:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._client.close()
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        self._model = self._model or next(iter(self.models()))
+        return self._model
 
     def stream(
         self, messages: list[dict[str, str]], settings: Mapping[str, Any], *, progress: bool = False
@@ -192,9 +203,16 @@ class RemoteChat:
         """Return the server's statistics from /v1/stats."""
         return self._get("/v1/stats")
 
-    def models(self) -> list[dict[str, Any]]:
-        """Return the server's models from /v1/models."""
-        return [dict(one) for one in self._get("/v1/models")["data"]]
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the server's models from /v1/models, by name. There is at least one."""
+        listed = self._get("/v1/models")
+        try:
+            found = {str(one["id"]): dict(one) for one in listed["data"]}
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._incompatible() from error
+        if not found:
+            raise self._incompatible()
+        return found
 
     def loaded_models(self) -> list[dict[str, Any]]:
         """Return the server's loaded models from /api/ps."""
@@ -234,22 +252,11 @@ class RemoteChat:
         """Return whether the server supports `return_progress`. Other servers might reject it."""
         if self._telling is None:
             try:
-                self._telling = any(model.get("owned_by") in _TELLING for model in self.models())
-            except (KVBoostError, LookupError, TypeError, ValueError):
+                owners = [model.get("owned_by") for model in self.models().values()]
+                self._telling = any(owner in _TELLING for owner in owners)
+            except KVBoostError:
                 self._telling = False
         return self._telling
-
-    def _first_model(self) -> str:
-        try:
-            return str(self.models()[0]["id"])
-        except (LookupError, TypeError) as error:
-            self._client.close()
-            raise RequestError(
-                f"{self._url} answers, but not as an OpenAI-compatible server; check --url"
-            ) from error
-        except BaseException:
-            self._client.close()
-            raise
 
     def _get(self, path: str) -> Any:
         return self._got(lambda: self._client.get(path))
@@ -264,9 +271,12 @@ class RemoteChat:
         try:
             return response.json()
         except ValueError as error:
-            raise RequestError(
-                f"{self._url} answers, but not as an OpenAI-compatible server; check --url"
-            ) from error
+            raise self._incompatible() from error
+
+    def _incompatible(self) -> RequestError:
+        return RequestError(
+            f"{self.url} answers, but not as an OpenAI-compatible server; check --url"
+        )
 
     def _refused(self, response: httpx.Response) -> KVBoostError:
         try:
@@ -275,22 +285,22 @@ class RemoteChat:
             message = response.text[:200] or response.reason_phrase
         if response.status_code == 401:
             return ConfigError(
-                f"{self._url} does not accept the API key ({message}); give --api-key or "
+                f"{self.url} does not accept the API key ({message}); give --api-key or "
                 f"${_KEY_VARIABLE}"
             )
-        if response.status_code == 404 and "model" in message:
+        if response.status_code == 404 and self._model and "model" in message:
             return ConfigError(
-                f"{self._url} does not know the model {self.model!r}: {message}; give another "
+                f"{self.url} does not know the model {self._model!r}: {message}; give another "
                 "--model"
             )
-        return RequestError(f"{self._url} answered {response.status_code}: {message}")
+        return RequestError(f"{self.url} answered {response.status_code}: {message}")
 
     def _unreachable(self, error: Exception) -> KVBoostError:
         if isinstance(error, self._httpx.ConnectError | self._httpx.ConnectTimeout):
             hint = "is the server running? start one with: kvboost-edge serve --model …"
-            return BackendUnavailable(f"no server answers at {self._url} ({error}); {hint}")
+            return BackendUnavailable(f"no server answers at {self.url} ({error}); {hint}")
         return BackendUnavailable(
-            f"the connection to {self._url} broke: {error or type(error).__name__}"
+            f"the connection to {self.url} broke: {error or type(error).__name__}"
         )
 
 

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvboost_edge.cli.console import open_console
-from kvboost_edge.cli.servers.remote import RemoteChat
+from kvboost_edge.cli.servers.remote import ServerClient
 from kvboost_edge.errors import RequestError
 
 __all__ = ["WORDS", "run_why"]
@@ -83,7 +83,7 @@ WORDS = {
 
 def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bool) -> None:
     """Print the cache-miss report of a request, or list recent requests."""
-    with RemoteChat(url, api_key=api_key, model="any") as server:
+    with ServerClient(url, api_key=api_key) as server:
         found = server.last_requests() if lists else server.request_cache(request_id)
     if lists and not found["kept_seconds"]:
         raise RequestError(

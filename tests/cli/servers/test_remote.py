@@ -11,7 +11,7 @@ import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, RemoteToolCall, Thought
+from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteToolCall, ServerClient, Thought
 from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError, install_extra
 
 USAGE = {
@@ -107,7 +107,7 @@ def server():
 
 
 def ask(server, **options):
-    with RemoteChat(server.url, **options) as remote:
+    with ServerClient(server.url, **options) as remote:
         return list(
             remote.stream([{"role": "user", "content": "Hi"}], {"max_tokens": 5, "top_k": 3})
         )
@@ -190,20 +190,23 @@ def test_an_unreachable_server_is_an_error():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(BackendUnavailable, match=r"no server answers at .*kvboost-edge serve"):
-        RemoteChat(f"http://127.0.0.1:{port}")
+    with (
+        ServerClient(f"http://127.0.0.1:{port}") as client,
+        pytest.raises(BackendUnavailable, match=r"no server answers at .*kvboost-edge serve"),
+    ):
+        client.models()
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://[::1"])
 def test_invalid_urls_are_refused(url):
     with pytest.raises(ConfigError, match="--url"):
-        RemoteChat(url)
+        ServerClient(url)
 
 
 def test_a_missing_httpx_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(BackendUnavailable, match=re.escape(install_extra("server"))):
-        RemoteChat("http://127.0.0.1:1")
+        ServerClient("http://127.0.0.1:1")
 
 
 def test_a_remote_conversation(server, typed, printed):
