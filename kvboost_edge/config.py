@@ -129,10 +129,16 @@ def _backend(text: str) -> str:
     return {"default": "auto", "cpu-paged": "cpu"}.get(text, text)
 
 
-def _kv_bits(text: str) -> int | tuple[int, ...]:
-    """Parse one number of bits, such as "8", or two for keys and values, such as "8,4"."""
-    parts = tuple(int(part) for part in text.split(","))
-    return parts[0] if len(parts) == 1 else parts
+def kv_bits_from_text(text: str) -> int | tuple[int, int]:
+    """Parse `kv_cache_bits`: "16", "8", "4", or a pair for keys and values such as "8,4"."""
+    parts = text.split(",")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(
+            f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4 for keys and values"
+        )
+    first = int(parts[0])
+    last = int(parts[-1])
+    return (first, last) if len(parts) == 2 else first
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +297,7 @@ class EngineConfig:
         "Bits per value in the KV cache: 16 (not quantized), 8 or 4, or two numbers for K and "
         "V, such as 8,4. 8 and 4 need the native runner",
         group="Cache",
-        read=_kv_bits,
+        read=kv_bits_from_text,
         metavar="BITS",
     )
     max_num_seqs: int | None = option(
@@ -746,18 +752,6 @@ class EngineConfig:
         if isinstance(value, tuple):
             return value
         return (16, 16) if value is None else (value, value)
-
-
-def kv_bits_from_text(text: str) -> int | tuple[int, int]:
-    """Parse `kv_cache_bits`: "16", "8", "4", or a pair for keys and values such as "8,4"."""
-    parts = text.split(",")
-    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(
-            f"kv_cache_bits={text!r} must be 16, 8, 4, or a pair such as 8,4 for keys and values"
-        )
-    first = int(parts[0])
-    last = int(parts[-1])
-    return (first, last) if len(parts) == 2 else first
 
 
 def disk_cache_root(directory: str | os.PathLike[str]) -> Path:

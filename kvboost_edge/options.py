@@ -143,6 +143,24 @@ class Option:
             return f"{number}, {self.describe()}{unit}"
         return "string" if self.kind is str else ""
 
+    def parsed(self, text: str) -> Any:
+        """Parse the text of a flag.
+
+        Raises:
+            ValueError: The text is not a value of the option's type.
+        """
+        if self.read is not None:
+            return self.read(text)
+        if self.kind is int and self.unit == "bytes":
+            return read_bytes(text)
+        if self.kind not in (int, float):
+            return text
+        try:
+            return self.kind(text)
+        except ValueError:
+            example = " such as 4096" if self.unit == "tokens" else ""
+            raise ValueError(f"{text!r} is not a number{example}") from None
+
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Check a value and return it in the declared type.
 

@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperCommand
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.options import Option, nearest, options_of, read_bytes
+from kvboost_edge.options import Option, nearest, options_of
 from kvboost_edge.server.serve_options import (
     ServeOptions,
     command_options,
@@ -119,19 +119,10 @@ def _parameter(name: str, declared: Option) -> inspect.Parameter:
 
 def _read(declared: Option, of_engine: bool, text: str) -> Any:
     """Parse the value of a flag. Raises BadParameter for a wrong type or choice."""
-    try:
-        if declared.read is not None:
-            return declared.read(text)
-        if declared.kind is int:
-            return read_bytes(text) if declared.unit == "bytes" else int(text)
-        if declared.kind is float:
-            return float(text)
-    except ValueError as error:
-        is_size = declared.read is None and declared.unit == "bytes"
-        example = " such as 4096" if declared.unit == "tokens" else ""
-        problem = str(error) if is_size else f"{text!r} is not a number{example}"
-        raise typer.BadParameter(problem) from None
     # EngineConfig checks the choices of engine options.
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
-    return text
+    try:
+        return declared.parsed(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

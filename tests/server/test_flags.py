@@ -352,6 +352,11 @@ def test_a_misspelled_flag_or_value_suggests_the_right_one(capsys):
         (["--thread", "2"], "No such option: --thread. Did you mean --threads?"),
         (["--temperatur", "0"], "No such option: --temperatur. Did you mean --temperature?"),
         (["--batch-window-ms", "x"], "Invalid value for '--batch-window-ms': 'x' is not a number"),
+        (
+            ["--kv-cache-bits", "8,4,4"],
+            "Invalid value for '--kv-cache-bits': kv_cache_bits='8,4,4' must be 16, 8, 4, or a "
+            "pair such as 8,4 for keys and values",
+        ),
     ):
         with pytest.raises(SystemExit):
             parse(*argv)
