@@ -299,6 +299,7 @@ class EngineConfig:
         group="Cache",
         read=kv_bits_from_text,
         metavar="BITS",
+        optional=True,
     )
     max_num_seqs: int | None = option(
         None,

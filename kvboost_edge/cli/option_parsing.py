@@ -15,12 +15,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvboost_edge.config import (
-    EngineConfig,
-    GenerationMode,
-    RecomputeStrategy,
-    kv_bits_from_text,
-)
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import ConfigError
@@ -53,8 +48,6 @@ CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio
 _MAX_WIDTH = 100
 _WORDS = {"true": True, "false": False, "none": None}
 _NO_LIMIT = ("max", "none")
-# Options whose values always stay text, even if they look like numbers or booleans.
-_ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device", "draft_model"})
 
 
 def list_options(pairs: list[str] | None) -> list[str] | None:
@@ -197,11 +190,31 @@ def engine_options(
             )
         if name in options:
             raise ConfigError(f"option {name!r} is given twice; give it once")
-        if name == "kv_cache_bits" and text.lower() not in _WORDS:
-            options[name] = kv_bits_from_text(text)
-        else:
-            options[name] = text if name in _ENGINE_TEXT else parse_value(text)
+        options[name] = _engine_value(name, text)
     return options
+
+
+def _engine_value(name: str, text: str) -> Any:
+    """Parse the value of an engine option as its declaration says.
+
+    Values of another type, and those of unknown options, stay text, which the engine rejects.
+
+    Raises:
+        ConfigError: The text is not valid for an option with a notation of its own.
+    """
+    declared = options_of(EngineConfig).get(name)
+    if declared is None:
+        return text
+    if declared.kind is bool:
+        return _WORDS.get(text.lower(), text)
+    if declared.optional and declared.kind is not str and text.lower() == "none":
+        return None
+    try:
+        return declared.parsed(text)
+    except ConfigError:
+        raise
+    except ValueError:
+        return text
 
 
 def sampling_options(

@@ -16,6 +16,7 @@ from kvboost_edge.cli.option_parsing import (
     sampling_options,
     token_limit,
 )
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 
 
@@ -38,11 +39,43 @@ def test_values_get_the_type_of_their_notation(text, value):
     assert type(parsed) is type(value)
 
 
-def test_text_options_stay_text():
-    assert engine_options(["revision=123", "num_blocks=64"]) == {
-        "revision": "123",
-        "num_blocks": 64,
-    }
+@pytest.mark.parametrize(
+    ("pair", "value"),
+    [
+        ("num_blocks=64", 64),
+        ("max_cache_bytes=4e9", 4_000_000_000),
+        ("target_tpot=40", 40.0),
+        ("max_memory=none", None),
+        ("kv_cache_bits=8,4", (8, 4)),
+        ("kv_cache_bits=none", None),
+        ("strict=False", False),
+        ("backend=cpu-paged", "cpu"),
+        ("revision=123", "123"),
+        ("disk_cache_dir=123", "123"),
+        ("draft_model=true", "true"),
+        ("generation_config=none", "none"),
+        ("recompute_strategy=none", "none"),
+    ],
+)
+def test_engine_options_have_their_declared_type(pair, value):
+    name = pair.partition("=")[0]
+    parsed = engine_options([pair])
+    assert parsed == {name: value}
+    assert type(parsed[name]) is type(value)
+    EngineConfig.from_options(**parsed)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("num_blocks=6.5", "num_blocks='6.5' must be an integer"),
+        ("strict=1", "strict='1' must be True or False"),
+        ("max_memory=much", "max_memory='much' must be a size in bytes"),
+    ],
+)
+def test_engine_options_of_another_type_are_refused(pair, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        EngineConfig.from_options(**engine_options([pair]))
 
 
 def test_values_may_hold_an_equals_sign():
