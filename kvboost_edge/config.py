@@ -225,9 +225,9 @@ class EngineConfig:
     )
     max_memory: int | None = option(
         None,
-        "Memory limit of the process in the native runner. The pool gets the memory that "
-        "remains after the weights and the measured overhead, up to its default size. A model is "
-        "rejected if the pool cannot hold one context of max_model_len tokens",
+        "Memory limit of the process in the native runner, such as 1GB. The pool gets the memory "
+        "that remains after the weights and the measured overhead, up to its default size. A model "
+        "is rejected if the pool cannot hold one context of max_model_len tokens",
         int,
         group="Cache",
         unit="bytes",

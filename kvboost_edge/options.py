@@ -129,6 +129,15 @@ class Option:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
+    def placeholder(self) -> str:
+        """Placeholder for the value in help texts, or "" for a switch."""
+        if self.kind is bool:
+            return ""
+        choices = f"{{{','.join(self.values)}}}" if self.values else ""
+        unit = self.unit.upper() or ("N" if self.kind in (int, float) else "TEXT")
+        return self.metavar or choices or unit
+
+    @property
     def allowed(self) -> str:
         """Description of the allowed values, or "" if the option's class checks them."""
         if self.values:

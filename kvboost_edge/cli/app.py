@@ -13,16 +13,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvboost_edge.cli.cache.commands import add_cache
+from kvboost_edge.cli.engine_flags import engine_flags
 from kvboost_edge.cli.kernels.commands import add_kernels
 from kvboost_edge.cli.option_parsing import (
     JsonOption,
-    list_options,
     list_parameters,
     option_advice,
     print_engine_options,
     print_sampling_parameters,
     read_size,
-    read_tokens,
     token_limit,
 )
 from kvboost_edge.cli.servers.query_commands import add_commands
@@ -118,22 +117,16 @@ ModelOption = Annotated[
 ]
 
 
-def _engine_option(*flags: str) -> Any:
-    """Return the option for engine options, which has the given flags."""
-    return typer.Option(
-        *flags,
-        metavar="NAME=VALUE",
-        is_eager=True,
-        callback=list_options,
-        help=(
-            "Engine option, such as num_threads=2 or max_cache_bytes=4e9. Repeatable. "
-            f"'{flags[-1]} list' prints all options with their types and defaults."
-        ),
-    )
-
-
-EngineOptions = Annotated[list[str] | None, _engine_option("--option", "-o")]
-LongEngineOptions = Annotated[list[str] | None, _engine_option("--option")]
+_ENGINE_FLAGS = (  # of the commands that generate text
+    "--kv-cache-bits",
+    "--pack-cache/--no-pack-cache",
+    "--threads",
+    "--ctx-size --max-model-len",
+    "--max-memory",
+    "--draft-model",
+    "--arithmetic",
+    "--prefill",
+)
 SamplingOptions = Annotated[
     list[str] | None,
     typer.Option(
@@ -172,45 +165,6 @@ SeedOption = Annotated[
         "--seed", metavar="N", help="Seed of the random number generator. Default: a random seed."
     ),
 ]
-ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        metavar="N",
-        help="Number of compute threads. Default: the number of CPUs available to this process.",
-    ),
-]
-ContextOption = Annotated[
-    Any,
-    typer.Option(
-        "--ctx-size",
-        "--max-model-len",
-        metavar="TOKENS",
-        parser=read_tokens,
-        help="Maximum number of tokens of a prompt and its answer together. Default: the "
-        "model's context length.",
-    ),
-]
-MaxMemoryOption = Annotated[
-    Any,
-    typer.Option(
-        "--max-memory",
-        metavar="BYTES",
-        parser=read_size,
-        help="Memory limit of the process in bytes, such as 1GB. The pool gets the memory that "
-        "remains after the weights and overhead. Default: no limit.",
-    ),
-]
-DraftModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        metavar="MODEL",
-        help="Smaller model with the same vocabulary that proposes draft tokens for speculative "
-        "decoding, or a Gemma 4 assistant or multi-token prediction head. It does not change the "
-        "answers. Default: no draft model.",
-    ),
-]
 SchemaOption = Annotated[
     str | None,
     typer.Option(
@@ -239,22 +193,6 @@ MaxNewTokens = Annotated[
         "cache is full. Default: max.",
     ),
 ]
-KVBitsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-bits",
-        metavar="BITS",
-        help="Bits per value in the KV cache: 16 (not quantized), 8 or 4, or two numbers for K "
-        "and V, such as 8,4. Default: 16.",
-    ),
-]
-PackCacheOption = Annotated[
-    bool,
-    typer.Option(
-        "--pack-cache/--no-pack-cache",
-        help=("Store packed weights in the cache directory for faster starts."),
-    ),
-]
 ModeOption = Annotated[
     GenerationMode | None,
     typer.Option(
@@ -265,24 +203,6 @@ ModeOption = Annotated[
             "chunk_kv_reuse (also chunks computed at other positions, approximate). Default: "
             "prefix_cache."
         ),
-    ),
-]
-ArithmeticOption = Annotated[
-    str | None,
-    typer.Option(
-        "--arithmetic",
-        metavar="KIND",
-        help="Arithmetic of prompts in the native runner: exact, or wide (faster, approximate). "
-        "Default: exact.",
-    ),
-]
-PrefillOption = Annotated[
-    str | None,
-    typer.Option(
-        "--prefill",
-        metavar="KIND",
-        help="Attention of prompts in the native runner: exact, or sparse (faster from 8,192 "
-        "tokens on, approximate). Default: exact.",
     ),
 ]
 StrategyOption = Annotated[
@@ -350,6 +270,7 @@ def main(
     "cat question.txt | kvboost-edge generate - -m ./my-model --temperature 0.7 --seed 1 --json\n\n"
     'kvboost-edge generate -m ./my-model "Name a city in Italy." -n 256 --json-schema city.json'
 )
+@engine_flags(*_ENGINE_FLAGS)
 def generate(
     prompt: Annotated[
         str,
@@ -385,20 +306,13 @@ def generate(
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
     recompute_ratio: RatioOption = None,
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    threads: ThreadsOption = None,
-    ctx_size: ContextOption = None,
-    max_memory: MaxMemoryOption = None,
-    draft_model: DraftModelOption = None,
-    arithmetic: ArithmeticOption = None,
-    prefill: PrefillOption = None,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """Generate text from one prompt and stream it."""
     from kvboost_edge.cli.generate import run_generate
-    from kvboost_edge.cli.option_parsing import cache_use, engine_options, sampling_options
+    from kvboost_edge.cli.option_parsing import cache_use, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -410,17 +324,7 @@ def generate(
     run_generate(
         prompt,
         model,
-        engine_options(
-            option,
-            kv_cache_bits,
-            pack_cache=pack_cache,
-            num_threads=threads,
-            max_model_len=ctx_size,
-            max_memory=max_memory,
-            draft_model=draft_model,
-            arithmetic=arithmetic,
-            prefill=prefill,
-        ),
+        engine,
         settings,
         chat=chat,
         system=system,
@@ -441,6 +345,7 @@ def generate(
     "line. If an error, such as the server's time limit, ends an answer, the part received is kept "
     "too."
 )
+@engine_flags(*_ENGINE_FLAGS)
 def chat(
     model: Annotated[
         str | None,
@@ -495,24 +400,12 @@ def chat(
     recompute_strategy: StrategyOption = None,
     recompute_overlap: OverlapOption = None,
     recompute_ratio: RatioOption = None,
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    threads: ThreadsOption = None,
-    ctx_size: ContextOption = None,
-    max_memory: MaxMemoryOption = None,
-    draft_model: DraftModelOption = None,
-    arithmetic: ArithmeticOption = None,
-    prefill: PrefillOption = None,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Chat with a local model or a server, with cache statistics after each answer."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
-    from kvboost_edge.cli.option_parsing import (
-        cache_use,
-        engine_options,
-        remote_options,
-        sampling_options,
-    )
+    from kvboost_edge.cli.option_parsing import cache_use, remote_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
     named = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -521,26 +414,15 @@ def chat(
         **sampling_options(sampling, json_schema, named, grammar),
         **use,
     }
-    options = engine_options(
-        option,
-        kv_cache_bits,
-        pack_cache=pack_cache,
-        num_threads=threads,
-        max_model_len=ctx_size,
-        max_memory=max_memory,
-        draft_model=draft_model,
-        arithmetic=arithmetic,
-        prefill=prefill,
-    )
-    remote_options(url, options, api_key)
+    remote_options(url, engine, api_key)
     if url is None:
         from kvboost_edge.tiers.disk.survey import default_directory
 
         # Store KV blocks on disk for when the conversation is resumed, unless --no-pack-cache
         # forbids writing to the cache directory. `-o disk_cache_dir=off` also turns this off.
-        if pack_cache:
-            options.setdefault("disk_cache_dir", str(default_directory()))
-        run_chat(model or DEMO_MODEL, options, settings, system, session)
+        if engine.get("pack_cache", True):
+            engine.setdefault("disk_cache_dir", str(default_directory()))
+        run_chat(model or DEMO_MODEL, engine, settings, system, session)
     else:
         run_remote_chat(url, api_key, model or "", settings, system, session)
 
@@ -548,10 +430,10 @@ def chat(
 @app.command(
     epilog="[b]Examples[/b]\n\nkvboost-edge demo\n\nkvboost-edge demo -o backend=reference"
 )
+@engine_flags("--kv-cache-bits", "--pack-cache/--no-pack-cache")
 def demo(
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     stats: Annotated[
         bool, typer.Option("--stats", help="Also show the statistics of the block pool.")
     ] = False,
@@ -561,10 +443,8 @@ def demo(
     Uses the bundled model and needs no network.
     """
     from kvboost_edge.cli.demo import run_demo
-    from kvboost_edge.cli.option_parsing import engine_options
 
-    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
-    run_demo(DEMO_MODEL, options, show_stats=stats)
+    run_demo(DEMO_MODEL, engine, show_stats=stats)
 
 
 @app.command(
@@ -573,17 +453,15 @@ def demo(
         "doctor --json"
     )
 )
+@engine_flags("--kv-cache-bits", "--ctx-size --max-model-len", "--max-memory", "--draft-model")
 def doctor(
     name: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help=f"Model to check. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
-    kv_cache_bits: KVBitsOption = None,
-    ctx_size: ContextOption = None,
-    max_memory: MaxMemoryOption = None,
-    draft_model: DraftModelOption = None,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """Show this machine's hardware and check whether a model runs on it.
@@ -592,16 +470,9 @@ def doctor(
     in memory. The model is not loaded. Exits with status 1 if the model does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
-    from kvboost_edge.cli.option_parsing import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import one_model
 
-    options = engine_options(
-        option,
-        kv_cache_bits,
-        max_model_len=ctx_size,
-        max_memory=max_memory,
-        draft_model=draft_model,
-    )
-    run_doctor(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
+    run_doctor(one_model(name, model, DEMO_MODEL), engine, as_json=as_json)
 
 
 @app.command(
@@ -610,6 +481,7 @@ def doctor(
         "models --json"
     )
 )
+@engine_flags()
 def models(
     word: Annotated[
         str,
@@ -626,7 +498,8 @@ def models(
             "instead of the models on this machine.",
         ),
     ] = False,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine and show whether each one can run here.
@@ -634,16 +507,15 @@ def models(
     Searches the Hugging Face cache and the folders of llama.cpp, LM Studio and Ollama.
     """
     from kvboost_edge.cli.models import run_models, run_suggest
-    from kvboost_edge.cli.option_parsing import engine_options
 
     if suggest:
-        if option:
+        if engine:
             raise ConfigError(
-                f"option {option[0]!r} has no effect with --suggest; leave one of the two out"
+                f"option {min(engine)!r} has no effect with --suggest; leave one of the two out"
             )
         run_suggest(word, as_json=as_json)
         return
-    run_models(word, engine_options(option), as_json=as_json)
+    run_models(word, engine, as_json=as_json)
 
 
 @app.command(
@@ -710,6 +582,7 @@ def rm(
         "Qwen/Qwen2-0.5B --json"
     )
 )
+@engine_flags("--kv-cache-bits")
 def inspect(
     name: Annotated[
         str | None,
@@ -720,15 +593,15 @@ def inspect(
         ),
     ] = None,
     model: SameModelOption = None,
-    kv_cache_bits: KVBitsOption = None,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """Check a model's files and show its architecture, size, KV bytes per token and fingerprint."""
     from kvboost_edge.cli.inspect import run_inspect
-    from kvboost_edge.cli.option_parsing import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import one_model
 
-    run_inspect(one_model(name, model), engine_options(option, kv_cache_bits), as_json=as_json)
+    run_inspect(one_model(name, model), engine, as_json=as_json)
 
 
 class _Serve(TyperCommand):
@@ -751,6 +624,14 @@ def serve() -> None:
     "kvboost-edge batch questions.jsonl\n\n"
     "kvboost-edge batch questions.jsonl -o answers.jsonl -m ./my-model --ctx-size 8192"
 )
+@engine_flags(
+    "--kv-cache-bits",
+    "--pack-cache/--no-pack-cache",
+    "--threads",
+    "--ctx-size --max-model-len",
+    "--max-memory",
+    option="--option",  # -o is the file for the answers
+)
 def batch(
     file: Annotated[
         str,
@@ -770,29 +651,16 @@ def batch(
         ),
     ] = None,
     model: ModelOption = DEMO_MODEL,
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    threads: ThreadsOption = None,
-    ctx_size: ContextOption = None,
-    max_memory: MaxMemoryOption = None,
-    option: LongEngineOptions = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Answer a file of requests without a server, ordered by common prefix.
 
     If the command is interrupted, run it again. It answers only the lines that have no answer yet.
     """
     from kvboost_edge.cli.batch import run_batch_file
-    from kvboost_edge.cli.option_parsing import engine_options
 
-    options = engine_options(
-        option,
-        kv_cache_bits,
-        pack_cache=pack_cache,
-        num_threads=threads,
-        max_model_len=ctx_size,
-        max_memory=max_memory,
-    )
-    run_batch_file(file, output, model, options)
+    run_batch_file(file, output, model, engine)
 
 
 @app.command(
@@ -808,6 +676,7 @@ def batch(
         "kvboost-edge eval notes.txt -o weights=f32 --against kv_cache_bits=8 --json"
     ),
 )
+@engine_flags("--kv-cache-bits", "--pack-cache/--no-pack-cache")
 def evaluate(
     file: Annotated[
         str | None,
@@ -872,9 +741,8 @@ def evaluate(
             "comparison.",
         ),
     ] = None,
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """Measure perplexity or retrieval, and the effect of other engine options on them.
@@ -883,9 +751,7 @@ def evaluate(
     questions about long texts.
     """
     from kvboost_edge.cli.evaluate import run_eval, run_retrieval
-    from kvboost_edge.cli.option_parsing import engine_options
 
-    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
     given = {"arithmetic": arithmetic, "prefill": prefill}
     compared = [*(against or ()), *(f"{name}={kind}" for name, kind in given.items() if kind)]
     if (file is None) == (retrieval is None):
@@ -893,9 +759,9 @@ def evaluate(
             "eval needs either FILE or --retrieval; give a text file, or a number of questions"
         )
     if retrieval is not None:
-        run_retrieval(retrieval, model, options, compared, window=window, as_json=as_json)
+        run_retrieval(retrieval, model, engine, compared, window=window, as_json=as_json)
     elif file is not None:
-        run_eval(file, model, options, compared, window=window, as_json=as_json)
+        run_eval(file, model, engine, compared, window=window, as_json=as_json)
 
 
 @app.command(
@@ -905,6 +771,15 @@ def evaluate(
         "kvboost-edge bench -m ./my-model.gguf -d 2048 --shared 16 -o json\n\n"
         "kvboost-edge bench -m ./my-model.gguf -p 0 -n 64 --option weights=int8"
     )
+)
+@engine_flags(
+    "--kv-cache-bits",
+    "--pack-cache/--no-pack-cache",
+    "--threads -t",
+    "--ctx-size --max-model-len",
+    "--max-memory",
+    "--draft-model",
+    option="--option",  # -o is the output format, as in llama-bench
 )
 def bench(
     model: ModelOption = DEMO_MODEL,
@@ -982,21 +857,8 @@ def bench(
             help="Output format: md (a Markdown table), csv, json or jsonl.",
         ),
     ] = "md",
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            "-t",
-            metavar="N",
-            help="Number of compute threads. Default: the number of CPUs available to this "
-            "process.",
-        ),
-    ] = None,
-    ctx_size: ContextOption = None,
-    max_memory: MaxMemoryOption = None,
-    draft_model: DraftModelOption = None,
+    *,
+    engine: dict[str, Any],
     speculation: Annotated[
         str | None,
         typer.Option(
@@ -1007,7 +869,6 @@ def bench(
             "prediction head). Default: off, or with the draft model if one is given.",
         ),
     ] = None,
-    option: LongEngineOptions = None,
 ) -> None:
     """Measure tokens per second of prompts, generation and cached prefixes, like llama-bench.
 
@@ -1021,19 +882,10 @@ def bench(
         run_bench,
         speculation_modes,
     )
-    from kvboost_edge.cli.option_parsing import engine_options
 
     run_bench(
         model,
-        engine_options(
-            option,
-            kv_cache_bits,
-            pack_cache=pack_cache,
-            num_threads=threads,
-            max_model_len=ctx_size,
-            max_memory=max_memory,
-            draft_model=draft_model,
-        ),
+        engine,
         cases_of(
             numbers("--n-prompt", n_prompt, 512),
             numbers("--n-gen", n_gen, 128),
@@ -1056,17 +908,17 @@ def bench(
         "--kv-cache-bits 8"
     )
 )
+@engine_flags("--kv-cache-bits")
 def warmup(
     model: ModelOption = DEMO_MODEL,
-    kv_cache_bits: KVBitsOption = None,
     mode: ModeOption = None,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Compile the kernels and pack a model's weights to make later starts fast."""
-    from kvboost_edge.cli.option_parsing import engine_options
     from kvboost_edge.cli.warmup import run_warmup
 
-    run_warmup(model, engine_options(option, kv_cache_bits), mode)
+    run_warmup(model, engine, mode)
 
 
 @app.command(
@@ -1076,15 +928,15 @@ def warmup(
         "./my-model -o recompute_strategy=cacheblend --kv-cache-bits 8"
     ),
 )
+@engine_flags("--kv-cache-bits", "--pack-cache/--no-pack-cache")
 def reuse_check(
     name: Annotated[
         str | None,
         typer.Argument(metavar="MODEL", help=f"Model to test. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
-    kv_cache_bits: KVBitsOption = None,
-    pack_cache: PackCacheOption = True,
-    option: EngineOptions = None,
+    *,
+    engine: dict[str, Any],
     as_json: JsonOption = False,
 ) -> None:
     """Test how much chunk_kv_reuse mode changes a model's answers.
@@ -1092,11 +944,10 @@ def reuse_check(
     The result is stored, and engines with the same options use it. Exits with status 1 if the model
     fails.
     """
-    from kvboost_edge.cli.option_parsing import engine_options, one_model
+    from kvboost_edge.cli.option_parsing import one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
 
-    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
-    run_reuse_check(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
+    run_reuse_check(one_model(name, model, DEMO_MODEL), engine, as_json=as_json)
 
 
 class Client(enum.StrEnum):

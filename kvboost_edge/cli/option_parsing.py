@@ -19,13 +19,14 @@ from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.options import options_of, read_bytes
+from kvboost_edge.options import Option, options_of, read_bytes
 
 __all__ = [
     "CACHE_USE",
     "JsonOption",
     "cache_use",
     "engine_options",
+    "engine_value",
     "list_options",
     "list_parameters",
     "one_model",
@@ -34,7 +35,6 @@ __all__ = [
     "print_engine_options",
     "print_sampling_parameters",
     "read_size",
-    "read_tokens",
     "remote_options",
     "sampling_options",
     "token_limit",
@@ -124,14 +124,6 @@ def read_size(text: str) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-def read_tokens(text: str) -> int:
-    """Parse the value of a flag that takes a number of tokens."""
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number of tokens such as 4096") from None
-
-
 def parse_value(text: str) -> Any:
     """Parse a text as True, False, None, an integer or a float, or return it unchanged."""
     if text.lower() in _WORDS:
@@ -158,63 +150,55 @@ def token_limit(text: str | int) -> int | None:
 
 
 def engine_options(
-    pairs: Iterable[str] | None,
-    kv_cache_bits: str | None = None,
-    *,
-    pack_cache: bool = True,
-    **flags: int | str | None,
+    pairs: Iterable[str] | None, named: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Convert `-o` pairs and flags to keyword arguments for the engine's config.
 
     Args:
-        pairs: Texts of the form `NAME=VALUE`.
-        kv_cache_bits: Value of `--kv-cache-bits`, such as "8" or "8,4"; None if not given.
-        pack_cache: False for `--no-pack-cache`.
-        **flags: Values of options with separate flags, such as `num_threads`; None if not given.
+        pairs: Texts of the form `NAME=VALUE`. Values of another type than the option's, and those
+            of unknown options, stay text, which the engine rejects.
+        named: Values of options with separate flags.
 
     Raises:
         ConfigError: A pair is malformed, or an option is given twice.
     """
     options: dict[str, Any] = {}
-    if kv_cache_bits is not None:
-        pairs = [*(pairs or ()), f"kv_cache_bits={kv_cache_bits}"]
-    if not pack_cache:
-        pairs = [*(pairs or ()), "pack_cache=false"]
-    named = [f"{name}={value}" for name, value in flags.items() if value is not None]
-    pairs = [*(pairs or ()), *named]
-    for pair in pairs:
+    for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise ConfigError(
                 f"option {pair!r} must have the form NAME=VALUE, for example num_threads=2"
             )
-        if name in options:
-            raise ConfigError(f"option {name!r} is given twice; give it once")
-        options[name] = _engine_value(name, text)
+        _check_new(name, options)
+        declared = options_of(EngineConfig).get(name)
+        try:
+            options[name] = text if declared is None else engine_value(declared, text)
+        except ConfigError:
+            raise
+        except ValueError:
+            options[name] = text
+    for name, value in (named or {}).items():
+        _check_new(name, options)
+        options[name] = value
     return options
 
 
-def _engine_value(name: str, text: str) -> Any:
-    """Parse the value of an engine option as its declaration says.
+def _check_new(name: str, options: Collection[str]) -> None:
+    if name in options:
+        raise ConfigError(f"option {name!r} is given twice; give it once")
 
-    Values of another type, and those of unknown options, stay text, which the engine rejects.
+
+def engine_value(declared: Option, text: str) -> Any:
+    """Parse the value of an engine option.
 
     Raises:
-        ConfigError: The text is not valid for an option with a notation of its own.
+        ValueError: The text is not a value of the option's type.
     """
-    declared = options_of(EngineConfig).get(name)
-    if declared is None:
-        return text
     if declared.kind is bool:
         return _WORDS.get(text.lower(), text)
     if declared.optional and declared.kind is not str and text.lower() == "none":
         return None
-    try:
-        return declared.parsed(text)
-    except ConfigError:
-        raise
-    except ValueError:
-        return text
+    return declared.parsed(text)
 
 
 def sampling_options(

@@ -219,10 +219,7 @@ def _described(name: str, declared: Option) -> tuple[str, str]:
     if declared.kind is bool:
         return "", declared.off or declared.help
     default = declared.shown_default
-    text = declared.help + (f". Default: {default}" if default else "")
-    choices = f"{{{','.join(declared.values)}}}" if declared.values else ""
-    unit = declared.unit.upper() or ("N" if declared.kind in (int, float) else "TEXT")
-    return declared.metavar or choices or unit, text
+    return declared.placeholder, declared.help + (f". Default: {default}" if default else "")
 
 
 def options_from(flags: Mapping[str, Any]) -> ServeOptions:

@@ -252,7 +252,7 @@ def test_standard_input_is_read_as_utf8(data, expected, monkeypatch):
         (["--threads", "2", "-o", "num_threads=2"], "given twice"),
         (["-o", "no_such=1"], "no_such"),
         (["-o", "kv_cache_bits=5"], "kv_cache_bits"),
-        (["--kv-cache-bits", "8,4,4"], "kv_cache_bits"),
+        (["-o", "kv_cache_bits=8,4,4"], "kv_cache_bits"),
         (["--kv-cache-bits", "8", "-o", "kv_cache_bits=4"], "given twice"),
         (["--kv-cache-bits", "8,4", "-o", "runner=torch"], "kv_cache_bits"),
     ],

@@ -94,12 +94,12 @@ def test_malformed_pairs_are_refused(pair):
 
 def test_pack_cache_is_turned_off_by_flag_or_option():
     assert (
-        engine_options(None, pack_cache=False)
+        engine_options(None, {"pack_cache": False})
         == engine_options(["pack_cache=false"])
         == {"pack_cache": False}
     )
     with pytest.raises(ConfigError, match="'pack_cache' is given twice"):
-        engine_options(["pack_cache=true"], pack_cache=False)
+        engine_options(["pack_cache=true"], {"pack_cache": False})
 
 
 def test_no_options_give_an_empty_dict():

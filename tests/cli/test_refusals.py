@@ -147,8 +147,14 @@ def test_an_invalid_context_size_names_the_format(no_model, printed, command):
     assert "such as 4096" in " ".join(err.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("command", ["generate Hi", "bench", "inspect x", "serve"])
+def test_invalid_kv_cache_bits_name_the_format(no_model, printed, command):
+    err = printed(*command.split(), "--kv-cache-bits", "8,4,4", code=2).err
+    assert "must be 16, 8, 4, or a pair such as 8,4" in " ".join(err.replace("│", " ").split())
+
+
 def test_models_suggest_refuses_engine_options(refusal):
-    assert "'weights=int4' has no effect with --suggest" in refusal(
+    assert "'weights' has no effect with --suggest" in refusal(
         "models", "--suggest", "-o", "weights=int4"
     )
 

@@ -20,7 +20,7 @@ FAULTS = (
     fault(
         "ignores engine options with --suggest instead of refusing them",
         "cli/app.py",
-        "        if option:\n            raise ConfigError(",
+        "        if engine:\n            raise ConfigError(",
         "        if not suggest:\n            raise ConfigError(",
         "tests/cli/test_refusals.py",
     ),
