@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.check import plan_draft_fit
+from kvboost_edge.engine.memory.check import plan_draft_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import (
     DraftPlan,
     check_draft_files,
+    draft_vocabulary_refusal,
     mtp_refusal,
     select_with_draft,
     with_draft_model,
@@ -38,6 +39,7 @@ from kvboost_edge.engine.memory.selection import (
     bounded_context,
     find_model,
     open_checkpoint,
+    refused_approximations,
 )
 from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
 from kvboost_edge.engine.offload.tiering import check_tiers, open_tiers
@@ -83,6 +85,7 @@ __all__ = [
     "check_draft_vocabulary",
     "draft_model_refusal",
     "load_tokenizer",
+    "refused_options",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -251,6 +254,34 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return kept_tokenizer(
         checkpoint.fingerprint(), build, name=name, cache_dir=checkpoint.cache_dir
     )
+
+
+def refused_options(path_or_id: str | Path, config: EngineConfig) -> dict[str, str]:
+    """Return why a model cannot have some of the config's options, by the options' names.
+
+    Each option is checked without the refused ones and without those that follow: approximations,
+    the draft model, its vocabulary, and the memory for recurrent state. Nothing is loaded.
+
+    Raises:
+        KVBoostError: The model cannot be opened, or no model can have these options.
+    """
+    rest = dataclasses.replace(config, draft_vocabulary=None, max_state_bytes=None)
+    refused = refused_approximations(path_or_id, rest)
+    exact: dict[str, Any] = dict.fromkeys(refused, "exact")
+    rest = dataclasses.replace(rest, **exact)
+    if reason := draft_model_refusal(path_or_id, rest):
+        refused["draft_model"] = reason
+        if rest.draft_weights != _DEFAULTS.draft_weights:
+            refused["draft_weights"] = "it has no effect without draft_model"
+        rest = dataclasses.replace(rest, draft_model=None, draft_weights=_DEFAULTS.draft_weights)
+    if config.draft_vocabulary is not None:
+        if reason := draft_vocabulary_refusal(path_or_id, rest):
+            refused["draft_vocabulary"] = reason
+        else:
+            rest = dataclasses.replace(rest, draft_vocabulary=config.draft_vocabulary)
+    if config.max_state_bytes is not None and not planned_memory(path_or_id, rest).has_states:
+        refused["max_state_bytes"] = "the model has no recurrent state"
+    return refused
 
 
 def draft_model_refusal(path_or_id: str | Path, config: EngineConfig) -> str:

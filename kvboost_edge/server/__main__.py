@@ -265,68 +265,23 @@ def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], 
     """
     if not options.others:
         return options.engine, {}
-    engine = options.engine
-    refused = _refused_approximations(model, tuple(_without(engine, "max_state_bytes").items()))
-    engine = _without(engine, *refused)
-    ignored = {f"--{name}": reason for name, reason in refused.items()}
-    if engine.get("draft_model") is not None:
-        checked = _without(engine, "max_state_bytes", "draft_vocabulary")
-        if refusal := _draft_refusal(model, tuple(checked.items())):
-            engine = _without(engine, "draft_model", "draft_weights")
-            ignored["--draft-model"] = refusal
-    if engine.get("draft_vocabulary") is not None:
-        checked = _without(engine, "max_state_bytes", "draft_vocabulary")
-        if refusal := _vocabulary_refusal(model, tuple(checked.items())):
-            engine = _without(engine, "draft_vocabulary")
-            ignored["--draft-vocabulary"] = refusal
-    if engine.get("max_state_bytes") is not None:
-        from kvboost_edge.config import EngineConfig
-        from kvboost_edge.engine.memory.check import planned_memory
-
-        without = _without(engine, "max_state_bytes")
-        if not planned_memory(model, EngineConfig.from_options(**without)).has_states:
-            engine = without
-            ignored["--max-state-bytes"] = "the model has no recurrent state"
-    return engine, ignored
+    refused = _refused_options(model, tuple(options.engine.items()))
+    engine = {name: value for name, value in options.engine.items() if name not in refused}
+    return engine, {f"--{name.replace('_', '-')}": reason for name, reason in refused.items()}
 
 
-def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
-# Reading two tokenizers takes about a second, and a model is planned and loaded again and again. If
-# its files change meanwhile, the engine checks the new vocabulary itself.
+# Checking a draft model reads two tokenizers, which takes about a second, and a model is planned
+# and loaded again and again. If its files change meanwhile, the engine checks its options itself.
 @functools.lru_cache(maxsize=256)
-def _draft_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
-    """Return why a model cannot have the server's draft model, or "".
+def _refused_options(model: str, options: tuple[tuple[str, Any], ...]) -> dict[str, str]:
+    """Return why a model cannot have some options of the engine, by the options' names.
 
     Errors are raised, and therefore not cached.
-
-    Raises:
-        KVBoostError: one of the models cannot be opened, or no model can have this draft model.
     """
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.build import draft_model_refusal
+    from kvboost_edge.engine.build import refused_options
 
-    return draft_model_refusal(model, EngineConfig.from_options(**dict(options)))
-
-
-@functools.lru_cache(maxsize=256)
-def _vocabulary_refusal(model: str, options: tuple[tuple[str, Any], ...]) -> str:
-    """Return why `draft_vocabulary` has no effect on a model with these options, or ""."""
-    from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.memory.draft_plan import draft_vocabulary_refusal
-
-    return draft_vocabulary_refusal(model, EngineConfig.from_options(**dict(options)))
-
-
-@functools.lru_cache(maxsize=256)
-def _refused_approximations(model: str, options: tuple[tuple[str, Any], ...]) -> dict[str, str]:
-    """Return why a model cannot have approximate options of the server, by the options' names."""
-    from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.memory.selection import refused_approximations
-
-    return refused_approximations(model, EngineConfig.from_options(**dict(options)))
+    return refused_options(model, EngineConfig.from_options(**dict(options)))
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:

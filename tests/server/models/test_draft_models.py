@@ -54,6 +54,7 @@ def test_each_of_several_models_is_loaded_with_supported_options(folders):
     engine, ignored = found["draft"]
     assert not {"draft_model", "draft_weights", "max_state_bytes"} & engine.keys()
     assert ignored["--draft-model"] == "it is the draft model itself"
+    assert ignored["--draft-weights"] == "it has no effect without draft_model"
     engine, ignored = found["hybrid"]
     assert engine["max_state_bytes"] == options.engine["max_state_bytes"]
 
