@@ -17,7 +17,7 @@ from kvboost_edge.text.turns.lark import Atom, Lark, Rule, escaped
 from kvboost_edge.text.turns.python_literals import LONGEST, bare, named, string_inside
 from kvboost_edge.text.turns.scanner import Scanner, Step
 from kvboost_edge.text.turns.schema_queries import (
-    is_same,
+    json_key,
     members_of,
     resolved,
     types_of,
@@ -309,7 +309,8 @@ class BracedGrammar:
             ):
                 self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
         if "enum" in schema:
-            choices = [one for one in choices if any(is_same(one, own) for own in schema["enum"])]
+            own = {json_key(one) for one in schema["enum"]}
+            choices = [one for one in choices if json_key(one) in own]
         return [one for one in choices if _is_within(one, schema)]
 
     def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 __all__ = [
     "MOST_DEPTH",
-    "SCHEMAS_BY_NAME",
-    "VALUES",
     "ValueKind",
     "in_order",
     "is_circular",
-    "is_same",
+    "json_key",
+    "map_schemas",
     "members_of",
     "resolved",
     "types_of",
@@ -28,10 +28,10 @@ _MOST_REFERENCES = 16
 MOST_DEPTH = 128  # the compiler's own limit
 _INDEX = re.compile("0|[1-9][0-9]{0,6}")
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
-SCHEMAS_BY_NAME = frozenset(
+_SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-VALUES = frozenset({"const", "enum", "default", "examples", "required"})
+_VALUES = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMES = {
     bool: "boolean",
     int: "integer",
@@ -72,13 +72,13 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
     return {**members, **{name: {} for name in names if name not in members}}, set(names)
 
 
-def is_same(one: object, other: object) -> bool:
-    """Return whether two JSON values are equal, as 1 and 1.0 are, but not 1 and true."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    return isinstance(one, bool) == isinstance(other, bool) and one == other
+def json_key(value: Any) -> Any:
+    """Return a key that is shared by equal JSON values: 1 equals 1.0, but not true."""
+    if isinstance(value, list):
+        return ("list", *map(json_key, value))
+    if isinstance(value, Mapping):
+        return ("object", frozenset((name, json_key(one)) for name, one in value.items()))
+    return (isinstance(value, bool), value)
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:
@@ -87,9 +87,11 @@ def in_order(value: Any, schema: object, root: Schema) -> Any:
     Members that the schema does not name come last. A value that equals a constant of the schema
     becomes that constant.
     """
-    for one in _joined(schema, root):
-        for choice in _choices(one):
-            if is_same(choice, value):
+    choices = [choice for one in _joined(schema, root) for choice in _choices(one)]
+    if choices:
+        own = json_key(value)
+        for choice in choices:
+            if json_key(choice) == own:
                 return choice
     if isinstance(value, list):
         items = resolved(schema, root).get("items", {})
@@ -128,31 +130,29 @@ def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
             yield from _joined(branch, root, depth + 1)
 
 
+def map_schemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to each schema in the value of a keyword."""
+    if keyword in _VALUES:
+        return value
+    if keyword in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+        return {name: change(one) for name, one in value.items()}
+    return [change(one) for one in value] if isinstance(value, list) else change(value)
+
+
 def without_needless(schema: Any, depth: int = 0) -> Any:
     """Remove each `propertyNames` that only requires names to be strings.
 
     zod writes it for every record, and the grammar compiler does not support the keyword. Parts
     that are nested too deep for the compiler are kept.
     """
-    if depth > MOST_DEPTH:
+    if not isinstance(schema, Mapping) or depth > MOST_DEPTH:
         return schema
-    if isinstance(schema, list):
-        return [without_needless(one, depth + 1) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {
-        key: value
+    change = partial(without_needless, depth=depth + 1)
+    return {
+        key: map_schemas(key, value, change)
         for key, value in schema.items()
         if key != "propertyNames" or value not in _ANY_NAME
     }
-    return {key: _without_needless_in(key, value, depth + 1) for key, value in kept.items()}
-
-
-def _without_needless_in(key: str, value: Any, depth: int) -> Any:
-    """Apply `without_needless` to the schemas in a keyword's value."""
-    if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
-        return {name: without_needless(one, depth) for name, one in value.items()}
-    return value if key in VALUES else without_needless(value, depth)
 
 
 def resolved(schema: object, root: Schema) -> Schema:

@@ -19,12 +19,13 @@ import math
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.schema_queries import (
     MOST_DEPTH,
-    SCHEMAS_BY_NAME,
-    VALUES,
+    json_key,
+    map_schemas,
     resolved,
     without_needless,
 )
@@ -73,18 +74,11 @@ def with_short_integers(schema: Any) -> Any:
 
 
 def _with_short_integers(given: Any, depth: int) -> Any:
-    if depth > MOST_DEPTH:
+    if not isinstance(given, Mapping) or depth > MOST_DEPTH:
         return given
-    if isinstance(given, list):
-        return [_with_short_integers(one, depth + 1) for one in given]
-    if not isinstance(given, Mapping):
-        return given
+    change = partial(_with_short_integers, depth=depth + 1)
     made = {
-        key: {name: _with_short_integers(one, depth + 1) for name, one in value.items()}
-        if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
-        else value
-        if key in VALUES or key in _REWRITTEN
-        else _with_short_integers(value, depth + 1)
+        key: value if key in _REWRITTEN else map_schemas(key, value, change)
         for key, value in given.items()
     }
     types = _listed(given.get("type"))
@@ -145,24 +139,20 @@ class _Rewriter:
             return given
         members = {**around, **_mapping(given.get("properties"))}
         given, joined = self._conditions(given, members, depth)
-        made = {key: self._under(key, one, members, depth + 1) for key, one in given.items()}
+        change = partial(self.schema, around={}, depth=depth + 1)
+        change_combined = partial(self.schema, around=members, depth=depth + 1)
+        made = {
+            key: value
+            if key in _REWRITTEN  # is replaced below
+            else map_schemas(key, value, change_combined if key in _COMBINED else change)
+            for key, value in given.items()
+        }
         result = self._without_repetition(made)
         if isinstance(result, dict):
             result = self._without_negation(result)
         if isinstance(result, dict):
             result = _with_dependents(result)
         return _also(result, joined) if isinstance(result, dict) else result
-
-    def _under(self, key: str, value: Any, members: Schema, depth: int) -> Any:
-        """Rewrite the schemas in the value of a keyword that is not itself rewritten later."""
-        if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            return {name: self.schema(one, {}, depth) for name, one in value.items()}
-        if key in VALUES or key in _REWRITTEN:
-            return value
-        if isinstance(value, list):
-            around = members if key in _COMBINED else {}
-            return [self.schema(one, around, depth) for one in value]
-        return self.schema(value, {}, depth)
 
     # -- if, then, else --
 
@@ -318,9 +308,9 @@ class _Rewriter:
         """
         known = resolved(schema, self._root)
         choices = _choices(known)
-        keys = {_key(value) for value in values}
+        keys = {json_key(value) for value in values}
         if choices is not None:
-            left = [value for value in choices if _key(value) not in keys]
+            left = [value for value in choices if json_key(value) not in keys]
             return {"enum": left} if left else False
         types = _types(known)
         if not any(_has_type(value, type_) for value in values for type_ in types):
@@ -482,7 +472,7 @@ def _choices(schema: Any) -> list[Any] | None:
     choices = schema.get("enum")
     if "const" in schema:
         only = schema["const"]
-        is_one = not isinstance(choices, list) or _key(only) in map(_key, choices)
+        is_one = not isinstance(choices, list) or json_key(only) in map(json_key, choices)
         return [only] if is_one else []
     if isinstance(choices, list):
         return choices
@@ -500,17 +490,8 @@ def _has_sound_type(schema: Any) -> bool:
     return bool(types) and {*types} <= {*_TYPES, "integer"}
 
 
-def _key(value: Any) -> Any:
-    """Return a key that is shared by equal JSON values: 1 equals 1.0, but not true."""
-    if isinstance(value, list):
-        return ("list", *map(_key, value))
-    if isinstance(value, Mapping):
-        return ("object", frozenset((name, _key(one)) for name, one in value.items()))
-    return (isinstance(value, bool), value)
-
-
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    return [*{_key(value): value for value in values}.values()]
+    return [*{json_key(value): value for value in values}.values()]
 
 
 def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
