@@ -2,6 +2,7 @@
 harm.
 """
 
+import errno
 import os
 
 import pytest
@@ -162,6 +163,34 @@ def test_a_damaged_record_counts_as_missing_and_can_be_replaced(tmp_path):
         assert len(store.all("t")) <= 1
     store.put("t", None, made("one"))
     assert path.read_bytes() == whole
+
+
+def test_a_long_session_is_listed_with_its_size(tmp_path):
+    store = SessionStore(tmp_path, clock=Clock())
+    ids = list(range(50_000))
+    info, _ = store.put("t", None, made("long", ids))
+    assert info.record_bytes == next(tmp_path.rglob("*.session")).stat().st_size > 4 * len(ids)
+    assert store.all("t") == [info]
+    assert store.find("t", None, "long").token_ids == ids
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_record_that_cannot_be_read_counts_as_missing(tmp_path, number):
+    class Unreadable(Files):
+        fails = True
+
+        def read(self, handle, buffers, offset):
+            if self.fails:
+                raise OSError(number, os.strerror(number))
+            return super().read(handle, buffers, offset)
+
+    files = Unreadable()
+    store = SessionStore(tmp_path, files=files, clock=Clock())
+    store.put("t", None, made("one"))
+    assert store.find("t", None, "one") is None
+    assert store.all("t") == []
+    files.fails = False
+    assert store.find("t", None, "one").token_ids == IDS
 
 
 def test_a_write_that_fails_leaves_the_old_record(tmp_path):
