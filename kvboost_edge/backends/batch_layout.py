@@ -1,4 +1,4 @@
-"""Checks of batch layouts, shared by all backends. Does not import Numba."""
+"""Checks of batch layouts, shared by all backends."""
 
 from __future__ import annotations
 

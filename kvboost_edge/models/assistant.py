@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ from kvboost_edge.models.config.mtp_spec import MtpSpec, describe_assistant, fit
 from kvboost_edge.models.packed.pack_plan import PackEntry, mtp_plan
 from kvboost_edge.models.weights.weight_source import WeightSource
 
-__all__ = ["AssistantFiles", "HeadFile"]
+__all__ = ["AssistantFiles", "HeadFile", "packed_fingerprint"]
+
+
+def packed_fingerprint(whole: str) -> str:
+    """Return the fingerprint of an MTP head's packed weights, given that of its checkpoint."""
+    return hashlib.sha256(f"mtp {whole}".encode()).hexdigest()
 
 
 class AssistantFiles:

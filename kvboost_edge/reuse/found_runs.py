@@ -1,4 +1,4 @@
-"""Plain data types for runs of a prompt found at other positions. Importing this skips Numba."""
+"""Runs of a prompt that were found at other positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for the runs of a prompt in the span index. Importing this module imports Numba."""
+"""Search for the runs of a prompt in the span index."""
 
 from __future__ import annotations
 

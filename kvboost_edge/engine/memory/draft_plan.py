@@ -23,7 +23,7 @@ from kvboost_edge.engine.memory.selection import (
     usable_context,
 )
 from kvboost_edge.errors import ConfigError, DraftModelMismatch, KVBoostError, ModelFormatError
-from kvboost_edge.models.assistant import AssistantFiles, HeadFile
+from kvboost_edge.models.assistant import AssistantFiles, HeadFile, packed_fingerprint
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility, is_bidirectional
 from kvboost_edge.models.config.mtp_spec import MtpSpec, is_assistant
@@ -110,7 +110,7 @@ class DraftPlan(NamedTuple):
 
     def load_kernels(self) -> None:
         """Load the machine code that its passes need into this process."""
-        # Imported here because it loads Numba.
+        # Imported here because attention kernels load Numba unless there is a kernel library.
         from kvboost_edge.runners.native.mtp_head import load_mtp_kernels
         from kvboost_edge.runners.native.runner import load_kernels
 
@@ -122,9 +122,6 @@ class DraftPlan(NamedTuple):
 
     def packed_fingerprint(self) -> str:
         """Return the fingerprint that names the packed weights of the draft model or head."""
-        # Imported here because it loads Numba.
-        from kvboost_edge.runners.native.mtp_head import packed_fingerprint
-
         own = self.checkpoint.fingerprint()
         return own if self.head is None else packed_fingerprint(own)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.program.entries import pass_entries
-from kvboost_edge.models.assistant import AssistantFiles
+from kvboost_edge.models.assistant import AssistantFiles, packed_fingerprint
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.mtp_spec import MtpSpec
 from kvboost_edge.models.packed.pack_plan import PackEntry, kinds_of
@@ -23,12 +22,7 @@ from kvboost_edge.runners.base import LoadOptions
 from kvboost_edge.runners.native.program import possible_operations
 from kvboost_edge.runners.native.runner import NativeRunner
 
-__all__ = ["load_mtp_head", "load_mtp_kernels", "packed_fingerprint"]
-
-
-def packed_fingerprint(whole: str) -> str:
-    """Return the fingerprint of an MTP head's packed weights, given that of its checkpoint."""
-    return hashlib.sha256(f"mtp {whole}".encode()).hexdigest()
+__all__ = ["load_mtp_head", "load_mtp_kernels"]
 
 
 class _HeadFiles:

@@ -1,4 +1,4 @@
-"""`RunnerPlan` and KV spec of the native runner. Imports no kernel."""
+"""`RunnerPlan` and KV spec of the native runner."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kvboost_edge import shareable
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
+from kvboost_edge.models.packed.pack_plan import STORED
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.segments import QUERY_BLOCK
 
-if TYPE_CHECKING:  # this import loads kernels
+if TYPE_CHECKING:
     from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = [
@@ -51,9 +53,6 @@ RECURRENT = (
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
 _STORES_NOTHING = "the model is bidirectional and stores no KV"
-# Inputs per quantization group. Defined in kernels/linear/weight_formats.py, which imports the
-# compiler.
-_GROUP = 32
 _SPARSE_BLOCKS = (16, 32, 64)  # sizes that divide a tile of attention
 _ANYWHERE = (8, 8)  # kv_bits that the torch runner supports as well
 
@@ -120,10 +119,10 @@ def keys_refusal(spec: ModelSpec, backend: str, *, is_wide: bool) -> str | None:
     if backend != AUTO_BACKEND:
         name = f"backend {backend!r}" if backend else "no backend"
         return f"the native runner on {name} cannot use keys at other positions; use backend='cpu'"
-    width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
+    width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % GROUP), 0)
     if width:
         return (
-            f"heads x head_dim = {width} is not a multiple of {_GROUP}, so queries before RoPE are "
+            f"heads x head_dim = {width} is not a multiple of {GROUP}, so queries before RoPE are "
             "not kept"
         )
     return None
@@ -148,9 +147,6 @@ def choose_weights(
             length.
         available: available memory in bytes.
     """
-    # Imported here because it loads the kernels' layouts and with them Numba.
-    from kvboost_edge.models.packed.pack_plan import STORED
-
     spec = model.spec
     if config.arithmetic == "wide":
         _check_wide(config, spec)
@@ -235,8 +231,8 @@ def sparse_refusal(spec: ModelSpec, config: EngineConfig) -> str:
         return "the model has recurrent layers, whose state depends on every token"
     if any(layer.attends and not layer.owns_kv for layer in spec.layers):
         return "layers of this model attend to the KV of other layers"
-    if any(spec.num_heads * layer.head_dim % _GROUP for layer in spec.kv_layers):
-        return f"heads x head_dim must be a multiple of {_GROUP}"
+    if any(spec.num_heads * layer.head_dim % GROUP for layer in spec.kv_layers):
+        return f"heads x head_dim must be a multiple of {GROUP}"
     if all(layer.window for layer in spec.kv_layers):
         return "every layer has a sliding window, and only other layers select blocks"
     context = min(spec.max_context, config.max_model_len or spec.max_context)
