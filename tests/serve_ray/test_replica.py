@@ -101,15 +101,15 @@ def test_a_prompt_is_looked_up_by_its_given_hashes(open_replica, monkeypatch):
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
     expected = answer(replica, sent(PROMPT)).output_token_ids
-    lookup = replica._engine._parts.manager._lookup
-    plain = lookup._hash_fn
+    index = replica._engine._parts.manager._index
+    plain = index._hash_fn
     counted = []
 
     def counting(parent, tokens):
         counted.append(tokens)
         return plain(parent, tokens)
 
-    monkeypatch.setattr(lookup, "_hash_fn", counting)
+    monkeypatch.setattr(index, "_hash_fn", counting)
     known = answer(replica, sent(PROMPT, hashes))
     assert not counted
     assert (known.output_token_ids, known.cached_tokens) == (expected, 992)
