@@ -182,7 +182,7 @@ def raw_answer(sock: socket.socket) -> bytes:
         received += data
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
     """Poll until `condition()` is true; fail with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
