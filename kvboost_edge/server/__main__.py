@@ -24,6 +24,7 @@ from kvboost_edge.errors import (
     exit_code,
     install_extra,
 )
+from kvboost_edge.host.file_memo import FileStamp
 from kvboost_edge.host.signals import ENDING_SIGNALS, TERMINATING_SIGNALS
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
@@ -265,18 +266,31 @@ def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], 
     """
     if not options.others:
         return options.engine, {}
-    refused = _refused_options(model, tuple(options.engine.items()))
+    refused = _refused_options(model, _stamps(model), tuple(options.engine.items()))
     engine = {name: value for name, value in options.engine.items() if name not in refused}
     return engine, {f"--{name.replace('_', '-')}": reason for name, reason in refused.items()}
 
 
+def _stamps(model: str) -> tuple[FileStamp, ...]:
+    """Return the stamps of a model's files, or none if they cannot be read."""
+    path = Path(model)
+    try:
+        files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+        return tuple(FileStamp.of(one) for one in files)
+    except OSError:  # loading the model says why
+        return ()
+
+
 # Checking a draft model reads two tokenizers, which takes about a second, and a model is planned
-# and loaded again and again. If its files change meanwhile, the engine checks its options itself.
+# and loaded again and again.
 @functools.lru_cache(maxsize=256)
-def _refused_options(model: str, options: tuple[tuple[str, Any], ...]) -> dict[str, str]:
+def _refused_options(
+    model: str, stamps: tuple[FileStamp, ...], options: tuple[tuple[str, Any], ...]
+) -> dict[str, str]:
     """Return why a model cannot have some options of the engine, by the options' names.
 
-    Errors are raised, and therefore not cached.
+    Errors are raised, and therefore not cached. The stamps are those of the model's files, so that
+    changed files are checked again.
     """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import refused_options

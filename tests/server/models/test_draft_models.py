@@ -59,6 +59,18 @@ def test_each_of_several_models_is_loaded_with_supported_options(folders):
     assert engine["max_state_bytes"] == options.engine["max_state_bytes"]
 
 
+def test_options_are_checked_again_if_the_models_files_change(folders, tmp_path):
+    for name in ("model", "other"):
+        shutil.copytree(folders / "target", tmp_path / name)
+    flags = {"draft-model": folders / "draft", "max-state-bytes": "1MB"}
+    options = _options(tmp_path, "model", "other", **flags)
+    model = str(tmp_path / "model")
+    assert list(_engine_options(model, options)[1]) == ["--max-state-bytes"]
+    shutil.rmtree(model)
+    shutil.copytree(folders / "hybrid", model)
+    assert _engine_options(model, options) == (options.engine, {})
+
+
 def test_a_draft_model_that_cannot_be_opened_is_an_error_with_several_models(folders, tmp_path):
     """The error is not remembered: the draft model is used once it is there."""
     path = tmp_path / "draft"
