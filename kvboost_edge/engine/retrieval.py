@@ -71,13 +71,13 @@ class LongText(NamedTuple):
     Attributes:
         parts: sentences of the text that filler is inserted between.
         filler: function that returns another piece of filler.
-        questions: the questions about the text.
+        questions: the questions about the text, in random order.
         longest: maximum number of tokens of an answer.
     """
 
     parts: list[str]
     filler: Callable[[], str]
-    questions: tuple[Question, ...]
+    questions: list[Question]
     longest: int
 
 
@@ -92,13 +92,14 @@ def _needle(rng: random.Random, keys: int) -> LongText:
         f"The magic number of the {name} is {number}."
         for name, number in zip(names, numbers, strict=True)
     ]
-    questions = tuple(
+    questions = [
         Question(
             f"What is the magic number of the {name} in the text above? Answer with the number.",
             (number,),
         )
         for name, number in zip(names, numbers, strict=True)
-    )
+    ]
+    rng.shuffle(questions)  # the first ones must not ask for the start of the text
     return LongText(parts, lambda: rng.choice(_FILLER), questions, 16)
 
 
@@ -113,14 +114,15 @@ def _variables(rng: random.Random) -> LongText:
         parts += [f"VAR {name} = VAR {before}." for before, name in itertools.pairwise(chain)]
     order = sorted(range(8), key=lambda at: (at % 4, at // 4))  # both chains, link by link
     shuffled = [parts[at] for at in order]
-    questions = tuple(
+    questions = [
         Question(
             f"Which variables in the text above have the value {value}, directly or through other "
             "variables? List their names.",
             tuple(chain),
         )
         for chain, value in zip(chains, values, strict=True)
-    )
+    ]
+    rng.shuffle(questions)
     return LongText(shuffled, lambda: rng.choice(_FILLER), questions, LONGEST_ANSWER)
 
 
@@ -132,7 +134,7 @@ def _common_words(rng: random.Random) -> LongText:
         return rng.choice(common) if rng.random() < 0.4 else rng.choice(words[3:])
 
     question = "Which three words are the most frequent in the list above? List the three words."
-    return LongText([], filler, (Question(question, tuple(common)),), 24)
+    return LongText([], filler, [Question(question, tuple(common))], 24)
 
 
 TASKS: Mapping[str, Callable[[random.Random], LongText]] = {

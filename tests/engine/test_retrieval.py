@@ -23,6 +23,15 @@ def test_a_text_contains_what_its_answer_needs(task):
         assert score_answer(expected[0], expected) == 1 / len(expected)
 
 
+def test_the_first_question_asks_for_any_part_of_the_text():
+    asked = set()
+    for seed in range(40):
+        _, content = make_text("multi_key", seed, 10)
+        (number,) = content.questions[0].expected
+        asked |= {place for place, part in enumerate(content.parts) if number in part}
+    assert asked == set(range(8))
+
+
 def test_the_words_that_are_asked_for_are_the_most_frequent():
     text, content = make_text("common_words", 0, 400)
     counts = {word: text.split().count(word) for word in set(text.split())}
