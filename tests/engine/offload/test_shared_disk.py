@@ -45,7 +45,7 @@ def test_a_readers_blocks_are_lost_or_stored_when_it_becomes_owner(tmp_path):
         with fake_engine(num_blocks=32, tiers=[mine]) as owner:
             ask(owner, PROMPT)
             wait_until(lambda: tier_of(owner)["blocks"] == 6, "blocks to be stored")
-            wait_until(lambda: tier_of(reader)["blocks"] == 6, "blocks to be seen")
+            wait_until(lambda: tier_of(reader)["blocks"] == 6, "blocks to be seen", 5)
             assert ask(reader, PROMPT) == {"pool": 0, "disk": 96}
             ask(reader, [1, *PROMPT])
             for first in (2, 3):
