@@ -677,6 +677,11 @@ class EngineConfig:
         value = self.disk_cache_dir
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise ConfigError(f"disk_cache_dir={value!r} must be a path, 'off' or None")
+        if value in ("true", "false"):
+            raise ConfigError(
+                f"disk_cache_dir={value!r} must be a path, 'off' or None; write './{value}' for a "
+                "directory of this name"
+            )
         if value is not None and not os.fspath(value):
             raise ConfigError("disk_cache_dir='' is empty; give a path, 'off' or None")
         if value is not None:

@@ -168,7 +168,8 @@ class Option:
             return self.kind(text)
         except ValueError:
             example = " such as 4096" if self.unit == "tokens" else ""
-            raise ValueError(f"{text!r} is not a number{example}") from None
+            number = "a whole number" if self.kind is int else "a number"
+            raise ValueError(f"{text!r} is not {number}{example}") from None
 
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Check a value and return it in the declared type.

@@ -99,6 +99,7 @@ def test_the_disk_cache_is_an_absolute_path_with_the_home_directory(kind, tmp_pa
     [
         ({"disk_cache_dir": ""}, "disk_cache_dir=''"),
         ({"disk_cache_dir": 7}, "disk_cache_dir=7"),
+        ({"disk_cache_dir": "false"}, "write './false' for a directory of this name"),
         ({"disk_cache_dir": "a\0b"}, "disk_cache_dir='a\\x00b' is not a valid path"),
         (
             {"disk_cache_dir": "~no such user/kv"},

@@ -144,7 +144,7 @@ def test_the_sampling_parameters_are_listed(no_model, printed, argv):
 def test_an_invalid_context_size_names_the_format(no_model, printed, command):
     err = printed(*command.split(), "--ctx-size", "4k", code=2).err
     assert "'4k' is not a" in err
-    assert "such as 4096" in " ".join(err.replace("│", " ").split())
+    assert "is not a whole number such as 4096" in " ".join(err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("command", ["generate Hi", "bench", "inspect x", "serve"])
