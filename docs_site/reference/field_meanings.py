@@ -56,8 +56,8 @@ FIELDS = {
     "DetokenizeRequest.tokens": "Token ids.",
     "SessionRequest.text": "Text of the conversation.",
     "SessionRequest.messages": "Messages of the conversation.",
-    "PromptPrefix.text": "Text that was warmed.",
-    "PromptPrefix.messages": "Messages that were warmed.",
+    "UnpinRequest.text": "Text that was warmed.",
+    "UnpinRequest.messages": "Messages that were warmed.",
     "WarmRequest.text": "Text to compute.",
     "WarmRequest.messages": "Messages to compute.",
     # Path and query parameters.

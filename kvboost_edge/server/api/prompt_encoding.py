@@ -243,20 +243,29 @@ def encode_prefix(state: ModelState, body: PromptPrefix, answers: KeptAnswers) -
     """Return the first token ids of prompts that begin with this text or these messages."""
     if body.messages is None:
         return encode_text(state.engine.tokenizer, body.text or "", True, "text")
+    return encode_prompt(state, _chat_of(state, body.messages, body), answers)
+
+
+def estimate_prefix(state: ModelState, body: PromptPrefix) -> int:
+    """Estimate the number of tokens that `encode_prefix` returns."""
+    if body.messages is None:
+        return estimate_tokens(body.text or "")
+    return estimate_messages(_chat_of(state, body.messages, body).messages, body.tools)
+
+
+def prefix_size(state: ModelState, body: PromptPrefix) -> int:
+    """Return the number of characters that `encode_prefix` tokenizes."""
+    if body.messages is None:
+        return len(body.text or "")
+    return size_of(_chat_of(state, body.messages, body).messages, body.tools)
+
+
+def _chat_of(state: ModelState, messages: Sequence[ChatMessage], body: PromptPrefix) -> ChatRequest:
+    """Return a chat request with these messages, after the model's system message if it has one."""
     chat = ChatRequest.model_construct(
-        messages=body.messages,
+        messages=messages,
         tools=body.tools,
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=bool(body.add_generation_prompt),
     )
-    return encode_prompt(state, chat, answers)
-
-
-def estimate_prefix(body: PromptPrefix) -> int:
-    """Estimate the number of tokens that `encode_prefix` returns."""
-    return estimate_messages(body.messages or [], body.tools) + estimate_tokens(body.text or "")
-
-
-def prefix_size(body: PromptPrefix) -> int:
-    """Return the number of characters that `encode_prefix` tokenizes."""
-    return len(body.text or "") + size_of(body.messages or [], body.tools)
+    return with_defaults(state, chat)

@@ -274,14 +274,20 @@ class _RenderedSession(EngineRequest):
         self._pin = pin
         self._field = "messages" if is_body else "name"
         super().__init__(
-            size=len(self._ids) if self._ids is not None else prefix_size(self._required_body),
+            size=len(self._ids)
+            if self._ids is not None
+            else prefix_size(state, self._required_body),
             terms=Terms(cache_salt=cache_salt, priority=priority, pin_holder=_pin_holder(name)),
         )
 
     @property
     def estimate(self) -> int:
         """Estimated number of tokens."""
-        return len(self._ids) if self._ids is not None else estimate_prefix(self._required_body)
+        return (
+            len(self._ids)
+            if self._ids is not None
+            else estimate_prefix(self._state, self._required_body)
+        )
 
     @property
     def _required_body(self) -> SessionRequest:

@@ -1,11 +1,15 @@
 """Tests of a model with a default system message and default sampling parameters."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import app_client
 from helpers.server.scripted_model import ASK, TOOLS
 from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
+from kvboost_edge.server.api.prompt_encoding import estimate_prefix, prefix_size
+from kvboost_edge.server.api.schemas.cache import UnpinRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.model_defaults import ModelDefaults
 from kvboost_edge.server.settings import ServerSettings
@@ -176,6 +180,14 @@ async def test_warmed_and_saved_messages_begin_with_the_system_message(
     assert prompt == full
     assert prompt.startswith(begun)
     assert DEFAULTS.system in begun
+
+
+def test_estimates_of_warmed_messages_count_the_system_message():
+    state = SimpleNamespace(defaults=DEFAULTS)
+    system = {"role": "system", "content": DEFAULTS.system}
+    body, whole = (UnpinRequest(messages=messages) for messages in (ASK, [system, *ASK]))
+    assert estimate_prefix(state, body) == estimate_prefix(state, whole)
+    assert prefix_size(state, body) == prefix_size(state, whole)
 
 
 async def test_unpinned_messages_begin_with_the_system_message(app, speaker, spoken_engine):

@@ -35,7 +35,7 @@ from kvboost_edge.server.api.prompt_encoding import (
     estimate_tokens,
     prefix_size,
 )
-from kvboost_edge.server.api.schemas.cache import PromptPrefix, ResetRequest, WarmRequest
+from kvboost_edge.server.api.schemas.cache import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.engines import StatsProvider, replicas_of
@@ -91,7 +91,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             return
         engine = state.engine
         rendered = _RenderedWarm(state, body)
-        estimate = estimate_prefix(body)
+        estimate = estimate_prefix(state, body)
         async with (
             state.admit(request, estimate) as admission,
             running(engine, rendered, admission) as started,
@@ -114,13 +114,13 @@ async def warm(request: Request, body: WarmRequest) -> Response:
 
 
 @router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": UnpinResponse}})
-async def unpin(request: Request, body: PromptPrefix) -> Response:
+async def unpin(request: Request, body: UnpinRequest) -> Response:
     """Unpin a text or messages that were warmed with `pin`. Their blocks stay cached."""
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
         engine = state.engine
-        estimate = estimate_prefix(body)
+        estimate = estimate_prefix(state, body)
         async with state.admit(request, estimate) as admission:
             whose: dict[str, Any] = {"tenant": admission.tenant, "cache_salt": body.cache_salt}
 
@@ -128,7 +128,7 @@ async def unpin(request: Request, body: PromptPrefix) -> Response:
                 ids = encode_prefix(state, body, engine.kept_answers(**whose))
                 return engine.unpin(ids, **whose) if ids else 0
 
-            unpinned = await off_loop(end, prefix_size(body))
+            unpinned = await off_loop(end, prefix_size(state, body))
         answer: UnpinResponse = {"object": "unpin", "blocks_unpinned": unpinned}
         await send_json(send, dumps(answer))
 
@@ -263,7 +263,7 @@ class _RenderedWarm(EngineRequest):
 
     def __init__(self, state: ModelState, body: WarmRequest) -> None:
         super().__init__(
-            size=prefix_size(body),
+            size=prefix_size(state, body),
             terms=Terms(
                 cache_salt=body.cache_salt,
                 priority=check_priority(state, body.priority),

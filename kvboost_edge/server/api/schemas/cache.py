@@ -12,11 +12,11 @@ from kvboost_edge.server.api.schemas.shared import BoundedText, CacheSalt, FewTo
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 from kvboost_edge.server.api.schemas.tools import Tools
 
-__all__ = ["PromptPrefix", "ResetRequest", "WarmRequest"]
+__all__ = ["PromptPrefix", "ResetRequest", "UnpinRequest", "WarmRequest"]
 
 
 class PromptPrefix(Strict):
-    """Beginning of prompts, as a text or as messages. Body of /v1/unpin."""
+    """Beginning of prompts, as a text or as messages."""
 
     text: Annotated[BoundedText, Field(min_length=1)] | None = None
     messages: Messages | None = None
@@ -43,6 +43,10 @@ class PromptPrefix(Strict):
                 raise bad_field(
                     name, f"{name} only applies to messages, not to {other}; leave it out"
                 )
+
+
+class UnpinRequest(PromptPrefix):
+    """Body of /v1/unpin: a text or messages that were warmed with `pin`."""
 
 
 Document = Annotated[BoundedText, Field(min_length=1)] | FewTokenIds
