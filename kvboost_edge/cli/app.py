@@ -511,7 +511,8 @@ def models(
     if suggest:
         if engine:
             raise ConfigError(
-                f"option {min(engine)!r} has no effect with --suggest; leave one of the two out"
+                f"option {next(iter(engine))!r} has no effect with --suggest; leave one of the two "
+                "out"
             )
         run_suggest(word, as_json=as_json)
         return

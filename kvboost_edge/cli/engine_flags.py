@@ -25,8 +25,8 @@ def engine_flags(
     engine's config. In the help, the flags stand in the place of this parameter.
 
     Args:
-        *flags: Flags of one engine option each, such as "--ctx-size --max-model-len". At least one
-            of them is also a flag of the server.
+        *flags: Flags of one engine option each, such as "--ctx-size --max-model-len". Each
+            has one that is also a flag of the server.
         option: Flags of the option that takes NAME=VALUE.
     """
     named = [_parameter(one) for one in flags]

@@ -266,18 +266,20 @@ def _engine_options(model: str, options: ServeOptions) -> tuple[dict[str, Any], 
     """
     if not options.others:
         return options.engine, {}
-    refused = _refused_options(model, _stamps(model), tuple(options.engine.items()))
+    draft = options.engine.get("draft_model")
+    stamps = _stamps(model), () if draft is None else _stamps(str(draft))
+    refused = _refused_options(model, stamps, tuple(options.engine.items()))
     engine = {name: value for name, value in options.engine.items() if name not in refused}
     return engine, {f"--{name.replace('_', '-')}": reason for name, reason in refused.items()}
 
 
 def _stamps(model: str) -> tuple[FileStamp, ...]:
-    """Return the stamps of a model's files, or none if they cannot be read."""
+    """Return the stamps of a model's files, or none if they are not at this path."""
     path = Path(model)
     try:
         files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
         return tuple(FileStamp.of(one) for one in files)
-    except OSError:  # loading the model says why
+    except OSError:  # it is the name of a model on the hub, or locating it says why
         return ()
 
 
@@ -285,12 +287,12 @@ def _stamps(model: str) -> tuple[FileStamp, ...]:
 # and loaded again and again.
 @functools.lru_cache(maxsize=256)
 def _refused_options(
-    model: str, stamps: tuple[FileStamp, ...], options: tuple[tuple[str, Any], ...]
+    model: str, stamps: tuple[tuple[FileStamp, ...], ...], options: tuple[tuple[str, Any], ...]
 ) -> dict[str, str]:
     """Return why a model cannot have some options of the engine, by the options' names.
 
-    Errors are raised, and therefore not cached. The stamps are those of the model's files, so that
-    changed files are checked again.
+    Errors are raised, and therefore not cached. The stamps are those of the files of the model and
+    the draft model, so that changed files are checked again.
     """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import refused_options

@@ -32,8 +32,12 @@ export class Poller {
   async #poll() {
     if (this.#busy) return; // the read in progress schedules the next one
     this.#busy = true;
-    const succeeded = await this.#read();
-    this.#busy = false;
+    let succeeded = false;
+    try {
+      succeeded = await this.#read();
+    } finally {
+      this.#busy = false;
+    }
     this.#pause = succeeded ? this.#interval : Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
     this.#schedule(this.#pause);
   }
