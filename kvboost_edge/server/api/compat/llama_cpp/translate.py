@@ -14,7 +14,6 @@ from kvboost_edge.server.api.compat.llama_cpp.schemas import Infill, LlamaComple
 from kvboost_edge.server.api.compat.translated import SAMPLING_FIELDS, completion_request
 from kvboost_edge.server.api.completion_requests import RenderedCompletion
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
-from kvboost_edge.server.api.schemas.shared import check_in_vocabulary
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
@@ -273,7 +272,11 @@ def _ids(
     ids: list[int] = []
     for number, piece in enumerate(pieces):
         if isinstance(piece, list):
-            check_in_vocabulary(field, piece, vocab_size)
+            if max(piece) >= vocab_size:  # llama.cpp's errors name the field in the text alone
+                wrong = (
+                    f"token id {max(piece)} is outside the model's vocabulary 0..{vocab_size - 1}"
+                )
+                raise bad_field(field, f"{field}: {wrong}")
             ids += piece
             continue
         try:
