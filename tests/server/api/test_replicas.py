@@ -21,6 +21,15 @@ class Pair:
         return {"a": self.engine, "b": self.engine}
 
 
+def without_steps(pool):
+    """Return a pool's statistics without those of steps.
+
+    The engine adds a step to them after it has delivered the step's tokens, so they may change
+    after the last answer.
+    """
+    return {key: value for key, value in pool.items() if not key.startswith("step_")}
+
+
 async def test_stats_and_blocks_list_each_replicas_pool(tiny_engine):
     app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
     async with app_client(app) as client:
@@ -39,9 +48,8 @@ async def test_stats_and_blocks_list_each_replicas_pool(tiny_engine):
         assert one["cache"] == tiny_engine.cache_stats()
         assert one["pool"]["loaded_chunks"] == shown["blocks"] == pool["loaded_chunks"] > 0
         assert one["memory"]["pool_bytes"] == shown["max_bytes"] == pool["pool_bytes"]
-        assert {key: one[key] for key in ("cache", "pool", "tiers")} == {
-            key: stats[key] for key in ("cache", "pool", "tiers")
-        }
+        assert (one["cache"], one["tiers"]) == (stats["cache"], stats["tiers"])
+        assert without_steps(one["pool"]) == without_steps(stats["pool"])
         assert shown["num_blocks"] == pool["num_blocks"]
         assert shown["bytes"] == pool["loaded_chunks"] * pool["bytes_per_block"]
         assert (shown["running"], shown["waiting"], shown["hit_rate"]) == (0, 0, blocks["hit_rate"])
