@@ -72,6 +72,7 @@ class KVSpec:
         states: Layers with recurrent state instead of KV. They are not in `layers`.
         extra_bytes_per_block: Bytes that a block takes in another pool with the same block ids,
             such as that of a draft model. Only memory plans set it.
+        extra_bytes_per_open_block: The same for the buffer of an open block.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -80,6 +81,7 @@ class KVSpec:
     bits: tuple[int, int] = (16, 16)
     states: tuple[LayerStateSpec, ...] = ()
     extra_bytes_per_block: int = 0
+    extra_bytes_per_open_block: int = 0
 
     @property
     def bytes_per_state(self) -> int:
@@ -109,7 +111,16 @@ class KVSpec:
     @property
     def bytes_per_open_block(self) -> int:
         """Bytes of an open block's buffer outside the pool; 0 if the pool is not quantized."""
-        return self._bytes_as_stored if self.is_quantized else 0
+        own = self._bytes_as_stored if self.is_quantized else 0
+        return own + self.extra_bytes_per_open_block
+
+    def with_pool(self, other: KVSpec) -> KVSpec:
+        """Return this spec for memory plans, with the bytes of another pool of equal block ids."""
+        return dataclasses.replace(
+            self,
+            extra_bytes_per_block=other.bytes_per_block,
+            extra_bytes_per_open_block=other.bytes_per_open_block,
+        )
 
     @property
     def _bytes_as_stored(self) -> int:

@@ -621,13 +621,16 @@ def _make_drafter(
     info = runner.info
     runner.info = dataclasses.replace(info, max_context=bounded_context(info.max_context, config))
     backend = pool
+    num_open = num_open_blocks(config, pool.num_blocks, config.block_size)
     if not info.borrows_kv:
-        backend = make_backend(choice, info.kv_spec, pool.num_blocks, config.num_threads)
+        backend = make_backend(
+            choice, info.kv_spec, pool.num_blocks, config.num_threads, num_open=num_open
+        )
     with _closed_on_error(None if info.borrows_kv else backend):
         runner.bind(backend)
     kv_format = _kv_format(config, runner, backend)
     digest = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    drafter = DraftParts(runner, backend, digest)
+    drafter = DraftParts(runner, backend, digest, num_open)
     kind = "multi-token prediction head" if info.joins_hidden_states else "draft model"
     _LOG.info(
         "%s: %s weights, %.1f MB, KV pool %.1f MB, context of %d tokens",

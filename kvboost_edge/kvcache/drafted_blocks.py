@@ -75,9 +75,9 @@ class DraftedBlocks:
         self.filled[target] = self.filled[source]
 
     def merge(self, source: int, target: int) -> None:
-        """Copy KV of the drafter to a block of the same tokens, if that has less of it."""
+        """Copy KV of the drafter to a block of the same tokens, if only `source` is full."""
         # The source may be freed and overwritten before the next step, so the copy cannot wait.
-        if self.filled[source] > self.filled[target]:
+        if self.is_full(source) and not self.is_full(target):
             self.copy_kv([CopyOp(source, target)])
             self.fill(target, self.filled[source])
 

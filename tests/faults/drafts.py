@@ -22,6 +22,37 @@ _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
     (
+        "Draft model: keeps too many blocks of a quantized pool open",
+        "engine/spec_decode/draft_model.py",
+        "dropped = list(itertools.islice(self._open, num_dropped))",
+        "dropped: list[int] = []",
+        f"{_OF_MODELS}::test_blocks_that_were_left_partly_filled_give_way",
+    ),
+    (
+        "Draft model: drops a block of a quantized pool that the pass fills",
+        "engine/spec_decode/draft_model.py",
+        """        for block_id in written:
+            self._open.pop(block_id, None)
+""",
+        "",
+        f"{_OF_MODELS}::test_concurrent_requests_in_a_small_pool",
+    ),
+    (
+        "Draft model: continues blocks that an abandoned pass has closed",
+        "engine/spec_decode/draft_model.py",
+        """            self._drop(written)
+""",
+        "",
+        f"{_OF_MODELS}::test_drafts_go_on_after_an_abandoned_pass_that_would_fill_a_block",
+    ),
+    (
+        "Saved drafts: write into a partly filled block of a quantized pool",
+        "engine/offload/draft_saving.py",
+        "self._backend.release_blocks(list(rows))",
+        "pass",
+        f"{_OF_SAVING}::test_draft_kv_is_restored_into_blocks_that_were_left_partly_filled",
+    ),
+    (
         "MTP head: loses its context where a draft crosses a block",
         "engine/spec_decode/mtp_head.py",
         "first = min(rows.start, rows.hidden_states.stop) // self.block_size",

@@ -18,6 +18,7 @@ from kvboost_edge.engine.memory.pool_size import (
     plan_num_blocks,
     planned_blocks,
     planned_pool_bytes,
+    pool_bytes,
 )
 from kvboost_edge.engine.memory.process import (
     Overhead,
@@ -183,8 +184,8 @@ def plan_fit(
     shortage = drafts_shortage(config, info, states)
     draft_pool = 0
     if draft is not None:
-        draft_block = draft.info.kv_spec.bytes_per_block
-        draft_pool = planned_blocks(config, info.kv_spec, info.max_context, left) * draft_block
+        num_blocks = planned_blocks(config, info.kv_spec, info.max_context, left)
+        draft_pool = pool_bytes(config, draft.info.kv_spec, num_blocks)
     return MemoryCheck(
         own,
         available,

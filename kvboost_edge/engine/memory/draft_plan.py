@@ -47,8 +47,6 @@ __all__ = [
 # Size of the short vocabulary. In texts in Latin script and in code, 1 to 8% of the tokens of a
 # vocabulary of 152,000 have higher ids, because low ids are those of frequent tokens.
 _SHORT_VOCABULARY = 65536
-# Rejected draft tokens rewrite blocks that are full, and quantized blocks cannot be rewritten.
-_UNQUANTIZED = (16, 16)
 
 
 class DraftPlan(NamedTuple):
@@ -56,8 +54,7 @@ class DraftPlan(NamedTuple):
 
     Attributes:
         checkpoint: The draft model or assistant, or the model.
-        config: Options for loading it, which are those of the engine with its own weight format and
-            unquantized KV. An assistant reads the engine's KV, in its format.
+        config: Options for loading it, which are those of the engine with its own weight format.
         selected: The selected backend and runner.
         info: The planned runner's description.
         head: The checkpoint if its MTP head is used, or the assistant. None for a draft model.
@@ -255,7 +252,6 @@ def _draft_options(config: EngineConfig, backend: str) -> EngineConfig:
         runner="native",
         backend=backend,
         weights=config.draft_weights,
-        kv_cache_bits=_UNQUANTIZED[0],
         dtype="auto",
         rope_range="short",
         max_state_bytes=None,
@@ -301,9 +297,7 @@ def _plan_head_file(
     head = HeadFile(checkpoint, target, selected.runner.weights)
     weights = config.draft_weights
     info = _head_info(head, checkpoint, weights, config)
-    own = dataclasses.replace(
-        _headless(config), draft_model=None, draft_weights="int4", kv_cache_bits=_UNQUANTIZED[0]
-    )
+    own = dataclasses.replace(_headless(config), draft_model=None, draft_weights="int4")
     chosen = selected._replace(runner=dataclasses.replace(selected.runner, weights=weights))
     return DraftPlan(checkpoint, own, chosen, info, head)
 
@@ -326,7 +320,7 @@ def _head_info(
         vocab_size=spec.vocab_size,
         max_context=bounded_context(usable_context(checkpoint.config), config),
         weight_bytes=plan_bytes(head.mtp_plan(weights)),
-        kv_spec=native_kv_spec(spec, weights, config.block_size, _UNQUANTIZED),
+        kv_spec=native_kv_spec(spec, weights, config.block_size, config.kv_bits),
         joins_hidden_states=True,
         borrows_kv=spec.backbone_size > 0,
         # Gemma's tokenizers give high ids to punctuation, so a short vocabulary would not be used.
@@ -342,8 +336,7 @@ def _plan_head(target: Checkpoint, selected: Selection, config: EngineConfig) ->
     if target.mtp is None:
         return None
     info = _head_info(target, target, selected.runner.weights, config)
-    own = dataclasses.replace(_headless(config), kv_cache_bits=_UNQUANTIZED[0])
-    return DraftPlan(target, own, selected, info, target)
+    return DraftPlan(target, _headless(config), selected, info, target)
 
 
 def short_vocabulary(config: EngineConfig, vocab_size: int) -> int:
@@ -378,9 +371,10 @@ def with_draft_model(info: RunnerInfo, draft: RunnerInfo | None) -> RunnerInfo:
     """
     if draft is None:
         return info
-    spec = dataclasses.replace(info.kv_spec, extra_bytes_per_block=draft.kv_spec.bytes_per_block)
     return dataclasses.replace(
-        info, weight_bytes=info.weight_bytes + draft.weight_bytes, kv_spec=spec
+        info,
+        weight_bytes=info.weight_bytes + draft.weight_bytes,
+        kv_spec=info.kv_spec.with_pool(draft.kv_spec),
     )
 
 

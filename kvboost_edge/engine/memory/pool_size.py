@@ -22,6 +22,7 @@ __all__ = [
     "plan_num_blocks",
     "planned_blocks",
     "planned_pool_bytes",
+    "pool_bytes",
 ]
 
 _POOL_SHARE = 4  # by default the pool uses at most 1/4 of the available memory
@@ -99,7 +100,11 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
 
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     """Return the planned size of the pool in bytes, without checking that it fits."""
-    num_blocks = planned_blocks(config, spec, max_context, available)
+    return pool_bytes(config, spec, planned_blocks(config, spec, max_context, available))
+
+
+def pool_bytes(config: EngineConfig, spec: KVSpec, num_blocks: int) -> int:
+    """Return the size in bytes of a pool with this many blocks, including open ones."""
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
 

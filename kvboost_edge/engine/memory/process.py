@@ -14,8 +14,8 @@ from kvboost_edge.engine.memory.pool_size import (
     gb,
     least_state_bytes,
     mb_up,
-    num_open_blocks,
     planned_blocks,
+    pool_bytes,
 )
 from kvboost_edge.engine.memory.selection import Selection, bounded_context, usable_context
 from kvboost_edge.errors import CapacityError, ConfigError
@@ -267,12 +267,10 @@ def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tu
         if is_sized
         else -(-info.max_context // spec.block_size)
     )
-    open_bytes = spec.bytes_per_open_block
-    num_open = num_open_blocks(config, num_blocks, spec.block_size)
-    pool = num_blocks * spec.bytes_per_block + num_open * open_bytes
+    pool = pool_bytes(config, spec, num_blocks)
     room = pool + num_blocks * BLOCK_BOOKKEEPING
     if not is_sized:  # `_left_for_pool` rounds down, so add a margin
-        room += 2 * (spec.bytes_per_block + BLOCK_BOOKKEEPING) + open_bytes
+        room += 2 * (spec.bytes_per_block + BLOCK_BOOKKEEPING) + spec.bytes_per_open_block
     states = config.max_state_bytes or least_state_bytes(config, spec)
     if states and not is_sized and config.max_state_bytes is None:
         states = max(states, -(-room // 4))

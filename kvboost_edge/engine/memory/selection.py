@@ -96,13 +96,12 @@ def select_path(
     # max_memory acts here as the memory of the machine, so ignore it in the pool plan.
     unbound = dataclasses.replace(config, max_memory=None)
 
-    draft_block = 0
     if draft is not None:
         available = max(0, available - draft.weight_bytes)
-        draft_block = draft.kv_spec.bytes_per_block
 
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
-        kv_spec = dataclasses.replace(kv_spec, extra_bytes_per_block=draft_block)
+        if draft is not None:
+            kv_spec = kv_spec.with_pool(draft.kv_spec)
         longest = bounded_context(max_context, config)
         return planned_pool_bytes(unbound, kv_spec, longest, available)
 

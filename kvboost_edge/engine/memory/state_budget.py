@@ -11,8 +11,8 @@ from kvboost_edge.engine.memory.pool_size import (
     LEAST_STATES,
     STATES_PER_SEQUENCE,
     most_sequences,
-    num_open_blocks,
     planned_blocks,
+    pool_bytes,
 )
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes, TableStates
@@ -99,10 +99,7 @@ class _Room:
 
     @property
     def pool_bytes(self) -> int:
-        num_open = num_open_blocks(self.config, self.num_blocks, self.spec.block_size)
-        return (
-            self.num_blocks * self.spec.bytes_per_block + num_open * self.spec.bytes_per_open_block
-        )
+        return pool_bytes(self.config, self.spec, self.num_blocks)
 
     def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
         """Return slots and sequences for a number of draft rows, without checking that they fit."""

@@ -126,6 +126,8 @@ class SavedDrafts(NoSavedDrafts):
         }
         if not rows:
             return
+        # Earlier owners may have left these blocks partly written in a quantized pool.
+        self._backend.release_blocks(list(rows))
         try:
             self._backend.write_blocks(list(rows), chunk.data[list(rows.values())])
         except Exception:

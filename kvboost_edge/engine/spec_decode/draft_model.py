@@ -8,13 +8,14 @@ but never changes an answer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.base import Backend, BatchLayout
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, Backend, BatchLayout
 from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -31,15 +32,16 @@ class DraftParts(NamedTuple):
     Attributes:
         runner: runner of the draft model or head, bound to `backend`.
         backend: pool of its KV. It has as many blocks of the same size as the engine's pool, and
-            stores 16 bits, because draft tokens rewrite full blocks. For an assistant, it is the
-            engine's pool.
+            the same bits per value. For an assistant, it is the engine's pool.
         digest: 32-byte digest of everything that affects the bits of its KV: its files, weight
             format, numerics and KV format.
+        num_open: number of blocks of a quantized pool that may be partly written at a time.
     """
 
     runner: Runner
     backend: Backend
     digest: bytes
+    num_open: int = DEFAULT_NUM_OPEN
 
     @property
     def has_kv(self) -> bool:
@@ -93,6 +95,11 @@ class DraftModel:
         self._runner = parts.runner
         self._backend = parts.backend
         self._drafted = manager.drafted
+        self._is_quantized = parts.has_kv and parts.backend.spec.is_quantized
+        self._num_open = parts.num_open
+        # Blocks of a quantized pool that were partly written, by the time of their last use. Some
+        # have been filled or emptied since.
+        self._open: dict[int, None] = {}
         if parts.has_kv:
             self._drafted.copy_kv = parts.backend.copy_blocks
         self.block_size = manager.block_size
@@ -124,6 +131,7 @@ class DraftModel:
             is_short: see `forward`.
         """
         self._forward(self._trial_batch(is_short), [])
+        self._backend.release_blocks([0])
 
     def _trial_batch(self, is_short: bool) -> ForwardBatch:
         """Return a batch of one token in block 0."""
@@ -265,7 +273,43 @@ class DraftModel:
             is_short=is_short,
             is_abandoned=is_abandoned,
         )
-        return self._forward(batch, rows)
+        if not self._is_quantized:
+            return self._forward(batch, rows)
+        written = [
+            block_id
+            for one in rows
+            for block_id in one.table.block_ids[one.start // size : -(-one.stop // size)]
+        ]
+        for block_id in written:
+            self._open.pop(block_id, None)
+        self._hold_open([one.table.block_ids[one.stop // size] for one in rows if one.stop % size])
+        try:
+            return self._forward(batch, rows)
+        except BaseException:
+            # The pass may have closed blocks without all of their KV. They cannot be continued.
+            self._drop(written)
+            raise
+
+    def _hold_open(self, block_ids: Sequence[int]) -> None:
+        """Reserve buffers of a quantized pool for blocks that are going to be partly written.
+
+        Blocks stay partly written where a sequence went on without drafts. The KV of those that
+        were used least recently is dropped if there are too many.
+        """
+        for block_id in block_ids:
+            self._open.pop(block_id, None)
+        num_dropped = max(0, len(self._open) + len(block_ids) - self._num_open)
+        dropped = list(itertools.islice(self._open, num_dropped))
+        for block_id in dropped:
+            del self._open[block_id]
+        self._drop([block_id for block_id in dropped if not self._drafted.is_full(block_id)])
+        self._open.update(dict.fromkeys(block_ids))
+
+    def _drop(self, block_ids: Sequence[int]) -> None:
+        """Drop the KV of blocks of a quantized pool, whose buffers become free."""
+        for block_id in block_ids:
+            self._drafted.empty(block_id)
+        self._backend.release_blocks(block_ids)
 
     def _first_block(self, rows: DraftRows) -> int:
         """Return the index of the first block of a table that rows attend to."""

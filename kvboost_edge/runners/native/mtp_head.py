@@ -60,8 +60,7 @@ def load_mtp_head(
 ) -> NativeRunner:
     """Load the MTP head of a checkpoint, or an assistant.
 
-    The KV of a head is not quantized, because draft tokens rewrite full blocks. An assistant has no
-    KV, and `options` give the format of the KV that it reads.
+    The KV of a head has the format of the model's KV. An assistant has no KV and reads the model's.
 
     Args:
         checkpoint: the checkpoint, which has a head, or the assistant.
@@ -93,6 +92,7 @@ def load_mtp_head(
         weights=options.weights,
         num_threads=options.num_threads,
         block_size=options.block_size,
+        kv_bits=options.kv_bits,
         short_vocabulary=options.short_vocabulary,
     )
 
@@ -105,7 +105,7 @@ def _head_entries(
     assert head is not None
     shared = _shared_entries(head, checkpoint.plan(weights))
     kinds = kinds_of([*checkpoint.mtp_plan(weights), *shared.values()])
-    is_quantized = head.model.backbone_size > 0 and kv_bits != (16, 16)
+    is_quantized = kv_bits != (16, 16)
     return pass_entries(kinds, possible_operations(head.model), quantized=is_quantized)
 
 

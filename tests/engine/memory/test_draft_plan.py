@@ -17,6 +17,7 @@ from kvboost_edge.engine.build import draft_model_refusal
 from kvboost_edge.engine.memory import selection
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft, select_with_draft
+from kvboost_edge.engine.memory.pool_size import most_sequences
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
@@ -65,10 +66,15 @@ def test_the_memory_plan_equals_the_engines_usage(pair, options):
         parts = engine._parts
         assert parts.drafter is not None
         kv = parts.drafter.runner.info.kv_spec
-        assert (kv.block_size, kv.bits) == (16, (16, 16))
+        bits = options.get("kv_cache_bits", 16)
+        assert (kv.block_size, kv.bits) == (16, (bits, bits))
         assert parts.drafter.runner.info.dtype.startswith(options.get("draft_weights", "int4"))
     assert (fit.pool, fit.draft_pool) == (stats["pool_bytes"], stats["draft_pool_bytes"])
-    assert stats["draft_pool_bytes"] == stats["num_blocks"] * kv.bytes_per_block
+    num_blocks = stats["num_blocks"]
+    num_open = most_sequences(EngineConfig(), num_blocks, 16) + 1
+    assert stats["draft_pool_bytes"] == (
+        num_blocks * kv.bytes_per_block + num_open * kv.bytes_per_open_block
+    )
     assert 0 <= stats["draft_weight_bytes"] - fit.draft_weights < 20_000
     assert fit.needed == (
         fit.info.weight_bytes + fit.pool + fit.draft.weight_bytes + fit.draft_pool

@@ -17,7 +17,7 @@ from kvboost_edge.engine import build
 from kvboost_edge.engine.memory import check
 from kvboost_edge.engine.memory.check import plan_fit, planned_memory
 from kvboost_edge.engine.memory.draft_plan import plan_draft
-from kvboost_edge.engine.memory.pool_size import gb
+from kvboost_edge.engine.memory.pool_size import gb, most_sequences
 from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.memory import process_rss
@@ -53,9 +53,12 @@ def test_the_memory_plan_equals_the_engines_usage(path):
         stats = engine.paged_stats()
         kv = engine._parts.drafter.runner.info.kv_spec
         assert engine._parts.drafter.runner.info.joins_hidden_states
-    assert (kv.block_size, kv.bits, len(kv.layers)) == (16, (16, 16), 1)
+    assert (kv.block_size, kv.bits, len(kv.layers)) == (16, (8, 8), 1)
     assert (fit.pool, fit.draft_pool) == (stats["pool_bytes"], stats["draft_pool_bytes"])
-    assert stats["draft_pool_bytes"] == 40 * kv.bytes_per_block
+    num_open = most_sequences(config, 40, 16) + 1
+    assert stats["draft_pool_bytes"] == (
+        40 * kv.bytes_per_block + num_open * kv.bytes_per_open_block
+    )
     assert 0 <= stats["draft_weight_bytes"] - fit.draft_weights < 20_000
     without = planned_memory(path, EngineConfig(**options, mtp="off")).nbytes
     planned = planned_memory(path, config).nbytes
@@ -124,7 +127,7 @@ def test_a_head_in_its_own_file_is_given_as_draft_model(path, tmp_path):
     alone = write_head_file(path, tmp_path / "head.gguf")
     options = {"num_blocks": 64, "num_threads": 1, "kv_cache_bits": 8}
     planned = _draft(path, draft_model=alone, draft_weights="int8", kv_cache_bits=8)
-    own = _draft(path, weights="int8")
+    own = _draft(path, weights="int8", kv_cache_bits=8)
     assert planned.is_mtp_head
     assert _draft(path, draft_model=alone, draft_vocabulary=64).info.short_vocabulary == 64
     assert planned.info.kv_spec == own.info.kv_spec

@@ -223,6 +223,17 @@ def test_a_record_for_a_block_evicted_meanwhile_is_dropped():
     assert not bench.manager.drafted.arriving
 
 
+def test_draft_kv_is_restored_into_blocks_that_were_left_partly_filled(kind):
+    tier = DictTier()
+    turn = first_turn(tier, kind)
+    bench = drafting_bench(kind, num_blocks=9, closes_blocks=True, tiers=[tier])
+    for seed in range(8):  # each of them leaves a block
+        ask(bench, prompt(seed + 3, 20 + seed), 3, DRAFTS)
+    ask(bench, [*turn, 7], 8, DRAFTS)
+    assert_all_accepted(bench)
+    assert restored(bench) == 6
+
+
 def test_drafts_wait_for_restored_kv_but_requests_do_not():
     tier = DictTier()
     turn = first_turn(tier, PLAIN)

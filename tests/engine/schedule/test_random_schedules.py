@@ -12,6 +12,7 @@ from helpers.engine.draft_models import (
     ASSISTANT,
     DRAFT_KINDS,
     MTP,
+    close_blocks,
     draft_runner,
     fake_drafter,
     gives_states,
@@ -70,22 +71,32 @@ class RandomSchedule:
         far = DictTier("far", knows=False, losses=0.1, seed=seed)
         num_blocks = rng.choice((6, 7, 8, 40))
         drafts = (*DRAFT_KINDS, MTP, ASSISTANT, "")[seed % 7]
+        num_slots = max_num_seqs + rng.choice((1, 2, 5, 40))
+        options = {
+            "interval": rng.choice((16, 32, 1024)),
+            "every_block": rng.random() < 0.25,
+            "max_batch_tokens": rng.choice((1, 2, 7, 16, 33, 64)),
+        }
+        closes_blocks = rng.random() < 0.3
         self.bench = kind.bench(
             num_blocks,
-            max_num_seqs + rng.choice((1, 2, 5, 40)),
-            interval=rng.choice((16, 32, 1024)),
-            every_block=rng.random() < 0.25,
+            num_slots,
             max_num_seqs=max_num_seqs,
-            max_batch_tokens=rng.choice((1, 2, 7, 16, 33, 64)),
             tiers=([], [near], [far], [near, far])[seed // 2 % 4],
             drafter=fake_drafter(
-                num_blocks, drafts, of=kind, short_vocabulary=(0, 200)[seed // 6 % 2]
+                num_blocks,
+                drafts,
+                num_open=max_num_seqs + 1 if closes_blocks else None,
+                of=kind,
+                short_vocabulary=(0, 200)[seed // 6 % 2],
             )
             if drafts
             else None,
+            **options,
         )
         gives_states(self.bench)
-        self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
+        if closes_blocks:
+            close_blocks(self.bench)
         draft_in_turn(self.bench)
         if self.fails:
             self.bench.runner.on_forward = self.fail_sometimes

@@ -28,6 +28,7 @@ from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.engine.spec_decode.draft_lengths import StepCosts
 from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.runners.base import PassAbandoned
 
 DRAFTS = {"max_draft_tokens": 4, "always_drafts": True}
 SIZE = 16
@@ -38,8 +39,7 @@ SIZE = 16
 @pytest.mark.some(3)
 def test_answers_do_not_depend_on_the_draft_model(kind, drafts, closes_blocks):
     for length in (1, 14, 15, 16, 17, 40):
-        bench = drafting_bench(kind, drafts)
-        bench.scheduler.speculation._closes_blocks = closes_blocks
+        bench = drafting_bench(kind, drafts, closes_blocks=closes_blocks)
         result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
         assert models_of(bench).is_on
         assert result.drafted_tokens > 20
@@ -117,6 +117,45 @@ def test_copy_on_write_copies_draft_kv():
     assert draft_runner(bench).computed - before <= 8 + 30
 
 
+def test_blocks_that_were_left_partly_filled_give_way(kind):
+    """A quantized pool has few blocks that may be partly written. Four sequences each leave one
+    behind, and all drafts are right afterwards.
+    """
+    bench = drafting_bench(kind, closes_blocks=True, max_num_seqs=1)
+    texts = []
+    for number in range(4):
+        handle = bench.submit(prompt(number, 20), 40, terms=DRAFTS)
+        for _ in range(3):
+            bench.step()
+        models_of(bench).is_on = False
+        bench.run()
+        models_of(bench).is_on = True
+        texts.append([*prompt(number, 20), *bench.answer(handle).output_token_ids])
+    for text in texts:
+        bench.ask([*text, 7], 20, terms=DRAFTS)
+    assert_all_accepted(bench, 60)
+
+
+def test_drafts_go_on_after_an_abandoned_pass_that_would_fill_a_block(kind):
+    bench = drafting_bench(kind, closes_blocks=True)
+    handle = bench.submit(prompt(1, 20), 60, terms=DRAFTS)
+    for _ in range(2):
+        bench.step()
+    abandoned = []
+
+    def abandon(batch):
+        if batch.positions[0] % SIZE and SIZE - 1 in batch.positions % SIZE:
+            draft_runner(bench).on_forward = None
+            abandoned.extend(batch.positions)
+            raise PassAbandoned
+
+    draft_runner(bench).on_forward = abandon
+    bench.run()
+    assert abandoned
+    assert bench.answer(handle).drafted_tokens > 30
+    assert_all_accepted(bench, 30)
+
+
 # In this order, the cases of `make test` combine the MTP head and the assistant with both kinds.
 @pytest.mark.parametrize("drafts", [MTP, *DRAFT_KINDS[:3], ASSISTANT, *DRAFT_KINDS[3:]])
 @pytest.mark.parametrize(
@@ -134,8 +173,8 @@ def test_concurrent_requests_in_a_small_pool(kind, drafts, seed):
         rng.choice((8, 12, 64)),
         max_num_seqs=rng.choice((2, 5)),
         max_batch_tokens=rng.choice((3, 17, 64)),
+        closes_blocks=rng.random() < 0.5,
     )
-    bench.scheduler.speculation._closes_blocks = rng.random() < 0.5
     handles = []
     doomed = []
     for number in range(12):
@@ -559,7 +598,7 @@ def test_a_request_for_logits_is_not_drafted(kind):
 
 def test_closing_the_engine_closes_the_draft_model():
     bench = drafting_bench(PLAIN)
-    runner, backend, _ = bench.parts.drafter
+    runner, backend, *_ = bench.parts.drafter
     bench.core.close()
     assert runner.closed
     assert backend.closed

@@ -25,8 +25,7 @@ SIZE = 16
 @pytest.mark.parametrize("closes_blocks", [False, True])
 @pytest.mark.some(3)
 def test_a_perfect_head_is_always_accepted(kind, length, closes_blocks):
-    bench = drafting_bench(kind, MTP)
-    bench.scheduler.speculation._closes_blocks = closes_blocks
+    bench = drafting_bench(kind, MTP, closes_blocks=closes_blocks)
     result = bench.ask(prompt(length, length), 60, terms=DRAFTS)
     assert_all_accepted(bench)
     assert result.drafts[MTP].drafted_tokens == result.drafted_tokens > 20

@@ -37,7 +37,7 @@ def test_answers_and_published_kv_equal_those_without_a_draft_model(machines, bi
     assert len(kv) > 10
     accepted = []
     for maker, short in ((machine, 0), (other, 0), (machine, 150)):
-        drafter = maker.drafter(NUM_BLOCKS, short)
+        drafter = maker.drafter(NUM_BLOCKS, short, bits=bits)
         bench = NativeBench(machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter)
         without_lookup(bench)
         with_typical_times(bench)
@@ -62,7 +62,7 @@ def test_restarts_with_changed_draft_models_lose_nothing(machines, bits):
     restored = []
     for maker in makers:
         expected, kv = run(NativeBench(machine, bits=bits, tiers=[plain]), 0)
-        drafter = None if maker is None else maker.drafter(NUM_BLOCKS)
+        drafter = None if maker is None else maker.drafter(NUM_BLOCKS, bits=bits)
         bench = NativeBench(
             machine, bits=bits, num_blocks=NUM_BLOCKS, drafter=drafter, tiers=[tier]
         )

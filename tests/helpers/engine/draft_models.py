@@ -198,16 +198,23 @@ def fake_assistant(backend: FakeBackend, **options: Any) -> DraftParts:
     return DraftParts(FakeAssistantRunner(backend, **options), backend, bytes(32))
 
 
-def fake_drafter(num_blocks: int, kind: str = "right", **options: Any) -> Drafter:
+def fake_drafter(
+    num_blocks: int, kind: str = "right", *, num_open: int | None = None, **options: Any
+) -> Drafter:
     """Make a draft model for an engine with `num_blocks` blocks of 16 tokens. Its digest depends on
     the kind.
+
+    Args:
+        num_open: number of blocks that may be partly written, as in a quantized pool, or None.
+        options: options of the runner.
     """
     if kind == ASSISTANT:
         return functools.partial(fake_assistant, **options)
-    backend = FakeBackend(num_blocks, 16)
+    backend = FakeBackend(num_blocks, 16, num_open)
     digest = hashlib.sha256(kind.encode()).digest()
     made = FakeHeadRunner if kind == MTP else functools.partial(FakeDraftRunner, kind=kind)
-    return DraftParts(made(backend, **options), backend, digest)
+    parts = DraftParts(made(backend, **options), backend, digest)
+    return parts if num_open is None else parts._replace(num_open=num_open)
 
 
 def gives_states(bench: Bench) -> None:
@@ -216,16 +223,29 @@ def gives_states(bench: Bench) -> None:
 
 
 def drafting_bench(
-    kind: ModelKind, drafts: str = "right", num_blocks: int = 64, **options: Any
+    kind: ModelKind,
+    drafts: str = "right",
+    num_blocks: int = 64,
+    *,
+    closes_blocks: bool = False,
+    **options: Any,
 ) -> Bench:
-    """Make a bench whose draft tokens come from a draft model and not from prompt lookup."""
+    """Make a bench whose draft tokens come from a draft model and not from prompt lookup.
+
+    Args:
+        closes_blocks: whether the pools are used like quantized ones.
+    """
     draft_options = {
         name: options.pop(name)
         for name in ("vocab_size", "max_context", "short_vocabulary")
         if name in options
     }
+    if closes_blocks:
+        draft_options["num_open"] = options.get("max_num_seqs", 16) + 1
     drafter = fake_drafter(num_blocks, drafts, of=kind, **draft_options)
     bench = kind.bench(num_blocks, drafter=drafter, **options)
+    if closes_blocks:
+        close_blocks(bench)
     if drafts in (MTP, ASSISTANT):
         gives_states(bench)
         draft_runner(bench).unknown = 0
@@ -233,6 +253,11 @@ def drafting_bench(
     with_typical_times(bench)
     draft_runner(bench).computed = draft_runner(bench).num_short = 0
     return bench
+
+
+def close_blocks(bench: Bench) -> None:
+    """Make a bench never rewrite full blocks, as if its pool were quantized."""
+    bench.scheduler.speculation._closes_blocks = bench.manager._lookup.whole_blocks = True
 
 
 def with_typical_times(bench: Bench | NativeBench) -> None:

@@ -30,6 +30,7 @@ from kvboost_edge.backends.base import (
     KVSpec,
     LayerKVSpec,
 )
+from kvboost_edge.backends.open_blocks import OpenBlocks
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
@@ -88,18 +89,34 @@ def expected_tokens(
     return ids[len(prompt_ids) :]
 
 
+class _OpenSpec(KVSpec):
+    """Spec of a pool with open blocks, in which full blocks have the same bytes as open ones."""
+
+    is_quantized = True
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self._bytes_as_stored
+
+
 class FakeBackend:
-    """Backend that stores token ids and positions instead of KV."""
+    """Backend that stores token ids and positions instead of KV.
+
+    Args:
+        num_open: number of blocks that may be partly written at a time, as in a quantized pool, or
+            None. Nothing is quantized.
+    """
 
     name = "fake"
     array_kind = "numpy"
     device = "cpu"
     states: Any = None
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.spec = KVSpec(
-            (LayerKVSpec(1, 1),), block_size, "float32"
-        )  # 8 bytes a token: its id and its position
+    def __init__(self, num_blocks: int, block_size: int, num_open: int | None = None) -> None:
+        self._open = None if num_open is None else OpenBlocks(num_open, block_size)
+        spec = KVSpec if num_open is None else _OpenSpec
+        # 8 bytes a token: its id and its position
+        self.spec = spec((LayerKVSpec(1, 1),), block_size, "float32")
         self.num_blocks = num_blocks
         self.tokens, self.positions = (
             np.full((num_blocks, block_size), POISON, np.int64) for _ in range(2)
@@ -114,10 +131,14 @@ class FakeBackend:
         return BackendInfo(self.name, self.device)
 
     def prepare(self, layout: BatchLayout) -> BatchLayout:
+        if self._open is not None:
+            self._open.plan(layout)
         return layout
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
         for op in ops:
+            if self._open is not None:
+                self._open.copied(op.src, op.dst)
             self.tokens[op.dst] = self.tokens[op.src]
             self.positions[op.dst] = self.positions[op.src]
 
@@ -131,12 +152,14 @@ class FakeBackend:
         raise AssertionError("the fake runner reads the pool itself")
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        self._check_full(block_ids)
         both = np.stack(
             [self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1
         ).astype("<i4")
         return both.reshape(len(block_ids), -1).view(np.uint8)
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
+        self._check_full(block_ids)
         both = data.view("<i4").reshape(len(block_ids), 2, -1)
         self.tokens[list(block_ids)] = both[:, 0]
         self.positions[list(block_ids)] = both[:, 1]
@@ -145,7 +168,12 @@ class FakeBackend:
         self.tokens[list(block_ids)] = POISON
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        pass
+        if self._open is not None:
+            self._open.release(block_ids)
+
+    def _check_full(self, block_ids: Sequence[int]) -> None:
+        if self._open is not None:
+            self._open.check_full(block_ids)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
         return [
@@ -184,10 +212,10 @@ class FakeRunner:
         raise AssertionError("the fake runner is bound at construction")
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
+        backend = self.backend
+        layout = backend.prepare(batch.layout)
         if self.on_forward is not None:
             self.on_forward(batch)
-        backend = self.backend
-        layout = batch.layout
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from helpers.engine.fake_runner import fake_tokenizer
 from helpers.engine.hand_io_thread import HandIOThread
 from helpers.engine.requests import make_request
+from kvboost_edge.backends.base import DEFAULT_NUM_OPEN
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.core import EngineCore
@@ -59,8 +60,8 @@ class Machine:
         self.states = states
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
-        self._drafters: dict[int, DraftParts] = {}
-        self._heads: dict[tuple[Bits, int, int], DraftParts] = {}
+        self._drafters: dict[tuple[Bits, int, int, int], DraftParts] = {}
+        self._heads: dict[tuple[Bits, int, int, int], DraftParts] = {}
         self._assistants: list[NativeRunner] = []
         self._digest = hashlib.sha256(f"{directory} {weights}".encode()).digest()
 
@@ -89,21 +90,29 @@ class Machine:
             )
         return self._runners[bits, threads]
 
-    def drafter(self, num_blocks: int, short_vocabulary: int = 0) -> DraftParts:
-        """Return the model as a draft model of an engine with `num_blocks` blocks. It has a
-        separate runner.
+    def drafter(
+        self,
+        num_blocks: int,
+        short_vocabulary: int = 0,
+        *,
+        bits: Bits = (16, 16),
+        num_open: int = DEFAULT_NUM_OPEN,
+    ) -> DraftParts:
+        """Return the model as a draft model of an engine with `num_blocks` blocks and KV of these
+        bits. It has a separate runner.
         """
-        key = num_blocks, short_vocabulary
+        key = bits, num_open, num_blocks, short_vocabulary
         if key not in self._drafters:
             runner = NativeRunner.from_dir(
                 self._directory,
                 weights=self._weights,
                 num_threads=1,
+                kv_bits=bits,
                 short_vocabulary=short_vocabulary,
             )
-            backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1)
+            backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=1, num_open=num_open)
             runner.bind(backend)
-            self._drafters[key] = DraftParts(runner, backend, self._digest)
+            self._drafters[key] = DraftParts(runner, backend, self._digest, num_open)
         return self._drafters[key]
 
     def head(
@@ -113,7 +122,7 @@ class Machine:
         key = bits, threads, num_blocks, short_vocabulary
         if key not in self._heads:
             checkpoint = Checkpoint.open(self._directory)
-            options = LoadOptions(self._weights, "auto", "cpu", threads, BLOCK, (16, 16))
+            options = LoadOptions(self._weights, "auto", "cpu", threads, BLOCK, bits)
             options = options._replace(short_vocabulary=short_vocabulary)
             runner = load_mtp_head(checkpoint, self._runner(bits, threads), options)
             backend = CPUBackend(runner.info.kv_spec, num_blocks, num_threads=threads)
