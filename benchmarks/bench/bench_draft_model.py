@@ -1,103 +1,145 @@
-"""Draft models: speed of new code and free chat with a draft model, relative to no drafts.
+"""Draft models: speed of answers with a draft model, relative to prompt lookup and no drafts.
 
     python benchmarks/bench/bench_draft_model.py MODEL DRAFT [--tokens 96] [--quick] [--out FILE]
 
 MODEL and DRAFT are GGUF files of one family with equal vocabularies, such as Qwen2.5-Coder 1.5B
-and 0.5B. One engine answers each prompt greedily, in turn without drafts, with
-speculation="auto", and with "on" and at most 3 draft tokens, each time with an empty cache. The
-answers must be equal. The ratio is that of the time per token after the first one. Before each
-kind of task, its first prompt is answered once, which is not counted.
+and 0.5B. Two engines, one of them with the draft model, answer 40 questions of each kind greedily,
+each time with an empty cache:
+
+    off       no drafts
+    lookup    speculation="auto" without the draft model
+    auto      speculation="auto" with the draft model
+    llama N   llama-server with at most N draft tokens of the same pair, with --llama-server
+
+All ways answer a question one after another. The answers of our engines must be equal. A ratio is
+that of the time per token after the first one. Before each kind of question, the first one is
+answered once, which is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import httpx
 
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
+from benchmarks.bench.bench_server import free_port, served
+from benchmarks.data.draft_questions import QUESTIONS
 from benchmarks.engine_parts import pass_costs
-from kvboost_edge import CPUPagedEngine, GenerationResult
+from kvboost_edge import CPUPagedEngine
 
-# None of them are among the recorded prompts of simulators/speculation.py.
-_PROMPTS = {
-    "new code": (
-        "Write a Python function that merges overlapping intervals, with a docstring.",
-        "Write a C program that counts the lines, words and bytes of its input.",
-        "Write a JavaScript function that debounces another function.",
-        "Write a Python class for a bank account with deposits, withdrawals and a history.",
-        "Write a bash script that renames all .jpeg files of a directory to .jpg.",
-        "Write a Java method that checks whether a string is a palindrome, and JUnit tests for it.",
-        "Write a Python script that reads a CSV file and prints the mean of each column.",
-        "Write a TypeScript interface and a reducer for a shopping cart.",
-    ),
-    "free chat": (
-        "What can I cook with chickpeas, spinach and rice?",
-        "Why do cats purr?",
-        "How do I prepare for my first marathon?",
-        "Explain inflation in simple words.",
-        "Write a short poem about the sea in winter.",
-        "Which habits help to sleep better?",
-        "How do noise-cancelling headphones work?",
-        "Suggest names for a small bakery, and say why they fit.",
-    ),
-}
-_WAYS: dict[str, dict[str, Any]] = {
-    "off": {"speculation": "off"},
-    "auto": {"speculation": "auto"},
-    "on, at most 3": {"speculation": "on", "max_draft_tokens": 3},
-}
+_BLOCKS = 256  # in the pool of each engine
 
 
-def _ask(engine: CPUPagedEngine, question: str, way: str, tokens: int) -> GenerationResult:
-    messages = [{"role": "user", "content": question}]
-    engine.reset_cache()
-    return engine.generate(messages, tokens, temperature=0.0, **_WAYS[way])
+class Answered(NamedTuple):
+    """An answer's speed.
+
+    Attributes:
+        seconds: time of a token after the first one.
+        drafted: draft tokens verified.
+        accepted: draft tokens accepted.
+        token_ids: tokens of the answer, empty for other engines.
+    """
+
+    seconds: float
+    drafted: int
+    accepted: int
+    token_ids: tuple[int, ...] = ()
 
 
-def _seconds_per_token(result: GenerationResult) -> float:
-    times = result.token_times_ms
-    return (times[-1] - times[0]) / 1e3 / (len(times) - 1)
+Way = Callable[[str, int], Answered]
+
+
+def _ours(engine: CPUPagedEngine, speculation: str) -> Way:
+    """Return the way in which one of our engines answers a question."""
+
+    def answer(question: str, tokens: int) -> Answered:
+        engine.reset_cache()
+        messages = [{"role": "user", "content": question}]
+        result = engine.generate(messages, tokens, temperature=0.0, speculation=speculation)
+        times = result.token_times_ms
+        seconds = (times[-1] - times[0]) / 1e3 / max(1, len(times) - 1)
+        return Answered(
+            seconds, result.drafted_tokens, result.accepted_tokens, tuple(result.output_token_ids)
+        )
+
+    return answer
+
+
+def _theirs(port: int) -> Way:
+    """Return the way in which llama-server answers a question."""
+
+    def answer(question: str, tokens: int) -> Answered:
+        asked = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "cache_prompt": False,
+        }
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        timings = httpx.post(url, json=asked, timeout=600.0).raise_for_status().json()["timings"]
+        seconds = timings["predicted_ms"] / 1e3 / timings["predicted_n"]
+        return Answered(seconds, timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+
+    return answer
+
+
+def _server_command(options: argparse.Namespace, most: int, port: int) -> list[str]:
+    """Return the command of a llama-server that drafts at most `most` tokens, or never for 0."""
+    threads = str(options.threads)
+    command = [
+        *(str(options.llama_server), "-m", str(options.model), "--port", str(port)),
+        *("-t", threads, "-tb", threads, "-c", "4096", "-np", "1"),
+    ]
+    if not most:
+        return command
+    return [
+        *command,
+        *("-md", str(options.draft), "-td", threads, "-tbd", threads),
+        *("--spec-type", "draft-simple", "--spec-draft-n-max", str(most)),
+    ]
 
 
 def measure(
-    engine: CPUPagedEngine, kind: str, tokens: int, num_prompts: int
+    ways: Mapping[str, Way], kind: str, tokens: int, num_questions: int
 ) -> list[dict[str, Any]]:
-    """Return one row for each way of answering the prompts of a kind."""
-    questions = _PROMPTS[kind][:num_prompts]
-    seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
-    drafted = dict.fromkeys(_WAYS, 0)
-    accepted = dict.fromkeys(_WAYS, 0)
-    for way in _WAYS:
-        _ask(engine, questions[0], way, tokens)
+    """Return one row for each way of answering the questions of a kind."""
+    questions = QUESTIONS[kind][:num_questions]
+    answers: dict[str, list[Answered]] = {way: [] for way in ways}
+    for answer in ways.values():
+        answer(questions[0], tokens)
     for question in questions:
-        answers = {way: _ask(engine, question, way, tokens) for way in _WAYS}
-        if len({answer.output_token_ids for answer in answers.values()}) > 1:
-            raise RuntimeError(f"the answers to {question!r} differ between {list(_WAYS)}")
-        for way, answer in answers.items():
-            seconds[way].append(_seconds_per_token(answer))
-            drafted[way] += answer.drafted_tokens
-            accepted[way] += answer.accepted_tokens
+        for way, answer in ways.items():
+            answers[way].append(answer(question, tokens))
+        if len({found[-1].token_ids for found in answers.values() if found[-1].token_ids}) > 1:
+            raise RuntimeError(f"the answers of our engines to {question!r} differ")
     rows = []
-    for way, times in seconds.items():
-        ratios = [off / one for off, one in zip(seconds["off"], times, strict=True)]
-        row = {
-            "task": kind,
-            "speculation": way,
-            "times as fast": statistics.median(ratios),
-            "least": min(ratios),
-            "most": max(ratios),
-            "ms per token": 1e3 * statistics.median(times),
-            "drafted": drafted[way],
-            "accepted": accepted[way],
-        }
+    for way, found in answers.items():
+        row = {"task": kind, "speculation": way, "ms per token": 1e3 * _median(found)}
+        for base in ("off", "lookup"):
+            ratios = [
+                one.seconds / other.seconds for one, other in zip(answers[base], found, strict=True)
+            ]
+            low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            row |= {f"times {base}": statistics.median(ratios)}
+            row |= {f"{base} quartiles": f"{low:.2f} to {high:.2f}"}
+        row |= {"drafted": sum(one.drafted for one in found)}
+        row |= {"accepted": sum(one.accepted for one in found)}
         print(row, flush=True)
         rows.append(row)
     return rows
+
+
+def _median(found: list[Answered]) -> float:
+    return statistics.median(one.seconds for one in found)
 
 
 def _pass_rows(engine: CPUPagedEngine) -> dict[str, list[float]]:
@@ -108,26 +150,66 @@ def _pass_rows(engine: CPUPagedEngine) -> dict[str, list[float]]:
     }
 
 
-def main() -> None:
+def _options() -> argparse.ArgumentParser:
     options: argparse.ArgumentParser = harness.parser(__doc__ or "")
     options.add_argument("model", type=Path, help="GGUF file of the model")
     options.add_argument("draft", type=Path, help="GGUF file of the draft model")
-    options.add_argument("--tokens", type=int, default=96, help="tokens per answer")
+    options.add_argument("--tokens", type=int, default=96, help="tokens per answer (default: 96)")
+    options.add_argument(
+        "--questions", type=int, default=40, help="questions of each kind (default: 40)"
+    )
+    options.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=QUESTIONS,
+        default=list(QUESTIONS),
+        help="kinds of questions (default: all)",
+    )
     harness.add_threads(options)
     options.add_argument("--draft-vocabulary", type=int, help="option of the engine")
-    chosen = options.parse_args()
-    num_prompts = 1 if chosen.quick else 8
+    options.add_argument(
+        "--kv-cache-bits", type=int, default=16, help="option of the engines (default: 16)"
+    )
+    options.add_argument("--llama-server", type=Path, help="llama.cpp's server, to compare with")
+    options.add_argument(
+        "--llama-drafts",
+        type=int,
+        nargs="+",
+        default=[0, 3, 8],
+        help="largest numbers of draft tokens of llama-server (default: 0 3 8)",
+    )
+    return options
+
+
+def main() -> None:
+    chosen = _options().parse_args()
+    num_questions = 1 if chosen.quick else chosen.questions
     rows = []
-    with CPUPagedEngine.from_pretrained(
-        str(chosen.model),
-        draft_model=str(chosen.draft),
-        num_blocks=256,
-        num_threads=chosen.threads,
-        draft_vocabulary=chosen.draft_vocabulary,
-    ) as engine:
-        for kind in _PROMPTS:
-            rows += measure(engine, kind, chosen.tokens, num_prompts)
-        passes = _pass_rows(engine)
+    common = {
+        "num_blocks": _BLOCKS,
+        "num_threads": chosen.threads,
+        "kv_cache_bits": chosen.kv_cache_bits,
+    }
+    with contextlib.ExitStack() as stack:
+        alone, drafting = (
+            stack.enter_context(CPUPagedEngine.from_pretrained(str(chosen.model), **common, **more))
+            for more in (
+                {},
+                {"draft_model": str(chosen.draft), "draft_vocabulary": chosen.draft_vocabulary},
+            )
+        )
+        ways = {
+            "off": _ours(alone, "off"),
+            "lookup": _ours(alone, "auto"),
+            "auto": _ours(drafting, "auto"),
+        }
+        for most in chosen.llama_drafts if chosen.llama_server else ():
+            port = free_port()
+            stack.enter_context(served(_server_command(chosen, most, port), port))
+            ways[f"llama {most}"] = _theirs(port)
+        for kind in chosen.kinds:
+            rows += measure(ways, kind, chosen.tokens, num_questions)
+        passes = _pass_rows(drafting)
     harness.report("bench_draft_model", rows, options=chosen, pass_ms=passes)
 
 
