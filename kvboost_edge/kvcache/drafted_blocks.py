@@ -24,6 +24,7 @@ class DraftedBlocks:
             block id. The drafter waits for them.
         block_size: tokens per block.
         copy_kv: function that copies KV of the drafter between blocks of its pool at once.
+        copies_full: whether only full blocks can be copied, because the pool is quantized.
         is_on: False after `stop`.
     """
 
@@ -32,6 +33,7 @@ class DraftedBlocks:
         self.arriving: dict[int, BlockAddress] = {}
         self.block_size = block_size
         self.copy_kv: Callable[[Sequence[CopyOp]], None] = lambda copies: None
+        self.copies_full = False
         self.is_on = True
         self._digest: bytes | None = None
         # Blocks that became full, and full blocks that were evicted, since the last drain. The
@@ -65,9 +67,13 @@ class DraftedBlocks:
             if self._digest is not None and num_tokens == self.block_size:
                 self._full[block_id] = None
 
+    def drop(self, block_id: int) -> None:
+        """Record that no token of a block has KV of the drafter until more is filled or arrives."""
+        self.filled[block_id] = 0
+
     def empty(self, block_id: int) -> None:
         """Record that no token of a block has KV of the drafter, and that none is arriving."""
-        self.filled[block_id] = 0
+        self.drop(block_id)
         self.arriving.pop(block_id, None)
 
     def copy(self, source: int, target: int) -> None:
@@ -75,9 +81,11 @@ class DraftedBlocks:
         self.filled[target] = self.filled[source]
 
     def merge(self, source: int, target: int) -> None:
-        """Copy KV of the drafter to a block of the same tokens, if only `source` is full."""
+        """Copy KV of the drafter to a block of the same tokens, if that has less of it."""
+        if self.copies_full and not self.is_full(source):
+            return
         # The source may be freed and overwritten before the next step, so the copy cannot wait.
-        if self.is_full(source) and not self.is_full(target):
+        if self.filled[source] > self.filled[target]:
             self.copy_kv([CopyOp(source, target)])
             self.fill(target, self.filled[source])
 

@@ -46,6 +46,20 @@ FAULTS = faults(
         f"{_OF_MODELS}::test_drafts_go_on_after_an_abandoned_pass_that_would_fill_a_block",
     ),
     (
+        "Draft model: forgets KV that a tier is loading, in a quantized pool",
+        "engine/spec_decode/draft_model.py",
+        "self._drafted.drop(block_id)",
+        "self._drafted.empty(block_id)",
+        f"{_OF_SAVING}::test_draft_kv_still_arrives_after_its_block_gave_way_to_others",
+    ),
+    (
+        "Draft model: fills tokens after a block that another left unfinished",
+        "engine/spec_decode/model_drafts.py",
+        "taken[own[-1]] = run[1] % self.model.block_size == 0",
+        "",
+        f"{_OF_MODELS}::test_a_fill_ends_where_another_sequence_leaves_a_block_unfinished",
+    ),
+    (
         "Saved drafts: write into a partly filled block of a quantized pool",
         "engine/offload/draft_saving.py",
         "self._backend.release_blocks(list(rows))",

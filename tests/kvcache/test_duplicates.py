@@ -46,20 +46,23 @@ def test_duplicate_blocks_are_replaced_by_published_ones():
 
 
 @pytest.mark.parametrize(("own", "published"), [(4, 0), (3, 1), (2, 2), (1, 4)])
-def test_a_published_block_takes_over_kv_of_a_drafter_that_it_lacks(own, published):
+@pytest.mark.parametrize("copies_full", [False, True])
+def test_a_published_block_takes_over_kv_of_a_drafter_that_it_lacks(own, published, copies_full):
     manager = KVCacheManager(8, B)
     tokens = list(range(5))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     copied = []
     manager.drafted.copy_kv = copied.extend
+    manager.drafted.copies_full = copies_full
     for table, num_filled in ((first, published), (second, own)):
         manager.extend(table, 5)
         manager.drafted.fill(table.block_ids[0], num_filled)
     copy = CopyOp(second.block_ids[0], first.block_ids[0])
     manager.commit(first, tokens, 5)
     manager.commit(second, tokens, 5)
-    assert copied == ([copy] if own == B > published else [])
-    assert manager.drafted.filled[second.block_ids[0]] == (own if copied else published)
+    is_copied = own > published and (own == B or not copies_full)
+    assert copied == [copy] * is_copied
+    assert manager.drafted.filled[second.block_ids[0]] == (own if is_copied else published)
 
 
 def test_replayed_blocks_stay_published_while_their_table_lives():

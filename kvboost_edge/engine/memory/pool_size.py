@@ -86,12 +86,12 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
             f"{spec.block_size} tokens takes {block_bytes} bytes in this model{addition}; raise "
             "max_cache_bytes to at least that"
         )
-    pool_bytes = num_blocks * block_bytes + open_bytes
-    needed = 2 * pool_bytes if info.copies_kv else pool_bytes
+    pool = pool_bytes(config, spec, num_blocks)
+    needed = 2 * pool if info.copies_kv else pool
     if needed > available:
         copies = f" + the same for the {info.name} runner's copies" if info.copies_kv else ""
         raise CapacityError(
-            f"weights {gb(info.weight_bytes)} + pool {gb(pool_bytes)} ({num_blocks} blocks of "
+            f"weights {gb(info.weight_bytes)} + pool {gb(pool)} ({num_blocks} blocks of "
             f"{block_bytes} bytes){copies} exceed memory: only {gb(available)} is available "
             "after the weights; lower max_cache_bytes or num_blocks"
         )

@@ -126,7 +126,9 @@ class SavedDrafts(NoSavedDrafts):
         }
         if not rows:
             return
-        # Earlier owners may have left these blocks partly written in a quantized pool.
+        # In a quantized pool, these blocks may be partly written, also by earlier owners.
+        for block_id in rows:
+            self._drafted.drop(block_id)
         self._backend.release_blocks(list(rows))
         try:
             self._backend.write_blocks(list(rows), chunk.data[list(rows.values())])

@@ -19,7 +19,7 @@ from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, Backend, BatchLayout
 from kvboost_edge.engine.spec_decode.hidden_states import HiddenStates
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.base import ForwardBatch, PassAbandoned, Runner
 
 __all__ = ["DraftModel", "DraftParts", "DraftRows"]
 
@@ -97,11 +97,12 @@ class DraftModel:
         self._drafted = manager.drafted
         self._is_quantized = parts.has_kv and parts.backend.spec.is_quantized
         self._num_open = parts.num_open
-        # Blocks of a quantized pool that were partly written, by the time of their last use. Some
-        # have been filled or emptied since.
+        # Blocks of a quantized pool that were partly written, the least recently used first. Some
+        # have been emptied since.
         self._open: dict[int, None] = {}
         if parts.has_kv:
             self._drafted.copy_kv = parts.backend.copy_blocks
+            self._drafted.copies_full = self._is_quantized
         self.block_size = manager.block_size
 
     @property
@@ -273,8 +274,17 @@ class DraftModel:
             is_short=is_short,
             is_abandoned=is_abandoned,
         )
-        if not self._is_quantized:
-            return self._forward(batch, rows)
+        return self._forward_open(batch, rows) if self._is_quantized else self._forward(batch, rows)
+
+    def _forward_open(self, batch: ForwardBatch, rows: Sequence[DraftRows]) -> Floats:
+        """Run a pass in a quantized pool, where a block is written in order from its first slot."""
+        size = self.block_size
+        if any(
+            one.start % size and one.table.block_ids[one.start // size] not in self._open
+            for one in rows
+        ):
+            # An earlier pass of the step dropped the block. The next step computes it again.
+            raise PassAbandoned
         written = [
             block_id
             for one in rows
@@ -291,13 +301,11 @@ class DraftModel:
             raise
 
     def _hold_open(self, block_ids: Sequence[int]) -> None:
-        """Reserve buffers of a quantized pool for blocks that are going to be partly written.
+        """Reserve buffers for blocks that are going to be partly written.
 
         Blocks stay partly written where a sequence went on without drafts. The KV of those that
         were used least recently is dropped if there are too many.
         """
-        for block_id in block_ids:
-            self._open.pop(block_id, None)
         num_dropped = max(0, len(self._open) + len(block_ids) - self._num_open)
         dropped = list(itertools.islice(self._open, num_dropped))
         for block_id in dropped:
@@ -306,9 +314,9 @@ class DraftModel:
         self._open.update(dict.fromkeys(block_ids))
 
     def _drop(self, block_ids: Sequence[int]) -> None:
-        """Drop the KV of blocks of a quantized pool, whose buffers become free."""
+        """Drop the KV of blocks, whose buffers become free."""
         for block_id in block_ids:
-            self._drafted.empty(block_id)
+            self._drafted.drop(block_id)
         self._backend.release_blocks(block_ids)
 
     def _first_block(self, rows: DraftRows) -> int:

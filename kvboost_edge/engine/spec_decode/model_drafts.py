@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -348,7 +348,7 @@ class ModelDrafts:
         try:
             yield
         except PassAbandoned:
-            pass  # all sequences of the draft are ending
+            pass  # all sequences of the draft are ending, or a later step computes the KV again
         except Exception:
             self.is_on = False
             self.model.stop()
@@ -604,18 +604,22 @@ class ModelDrafts:
         same block, the second one drafts nothing in this step, or leaves the block out if it only
         fills.
         """
-        taken: set[int] = set()
+        # Blocks that these passes compute. False stands for those whose last tokens are left out.
+        taken: dict[int, bool] = {}
         rows: list[tuple[DraftStep, DraftRows]] = []
         size = 0
         for step in steps:
             runs = self._runs(step)
             if step.is_done:
                 runs = self._without(step, runs, taken)
-            blocks = {block_id for run in runs for block_id in self._blocks(step, run)}
-            if not taken.isdisjoint(blocks):
+            blocks = [block_id for run in runs for block_id in self._blocks(step, run)]
+            if not taken.keys().isdisjoint(blocks):
                 step.is_done = True
                 continue
-            taken |= blocks
+            for run in runs:
+                own = self._blocks(step, run)
+                taken.update(dict.fromkeys(own, True))
+                taken[own[-1]] = run[1] % self.model.block_size == 0
             for first, end in runs:
                 while first < end:
                     stop = min(end, first + _PASS_TOKENS - size)
@@ -636,14 +640,20 @@ class ModelDrafts:
         return step.sequence.blocks.block_ids[run[0] // size : -(-run[1] // size)]
 
     def _without(
-        self, step: DraftStep, runs: Several[tuple[int, int]], taken: set[int]
+        self, step: DraftStep, runs: Several[tuple[int, int]], taken: Mapping[int, bool]
     ) -> list[tuple[int, int]]:
-        """Return runs of positions without those in the blocks `taken`."""
+        """Return runs of positions without those in the blocks `taken`.
+
+        They end before a block of which tokens are left out, because later tokens attend to all of
+        it.
+        """
         size = self.model.block_size
-        found = []
+        found: list[tuple[int, int]] = []
         for first, end in runs:
             for block_id in self._blocks(step, (first, end)):
                 stop = min(end, (first // size + 1) * size)
+                if not taken.get(block_id, True):
+                    return found
                 if block_id not in taken:
                     found.append((first, stop))
                 first = stop

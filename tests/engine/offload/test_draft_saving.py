@@ -15,6 +15,7 @@ from helpers.engine.draft_models import (
     assert_all_accepted,
     draft_runner,
     drafting_bench,
+    models_of,
     prompt,
 )
 from helpers.engine.hand_io_thread import DictTier
@@ -232,6 +233,32 @@ def test_draft_kv_is_restored_into_blocks_that_were_left_partly_filled(kind):
     ask(bench, [*turn, 7], 8, DRAFTS)
     assert_all_accepted(bench)
     assert restored(bench) == 6
+
+
+def test_draft_kv_still_arrives_after_its_block_gave_way_to_others(kind):
+    """In a quantized pool, blocks that finished requests left partly filled make room for others,
+    even after KV from a tier was asked for them.
+    """
+    tier = DictTier()
+    turn = first_turn(tier, kind)
+    bench = drafting_bench(kind, num_blocks=16, closes_blocks=True, max_num_seqs=1, tiers=[tier])
+    ask(bench, prompt(3, 20), 3, DRAFTS)
+    handle = bench.submit([*turn, 7], 1, terms=PLAIN_TERMS)
+    while not handle.done:
+        if not bench.step():
+            bench.io_thread.pump(1)  # the blocks, but not the records of the draft model
+    for seed in (4, 5):
+        handle = bench.submit(prompt(seed, 20), 30, terms=DRAFTS)
+        for _ in range(3):
+            bench.step()
+        models_of(bench).is_on = False  # the sequence goes on without drafts
+        while not handle.done:
+            bench.step()
+        models_of(bench).is_on = True
+    assert len(bench.manager.drafted.arriving) == 6
+    bench.run()
+    assert restored(bench) == 6
+    assert_all_accepted(bench)
 
 
 def test_drafts_wait_for_restored_kv_but_requests_do_not():

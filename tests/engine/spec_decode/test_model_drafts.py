@@ -22,11 +22,13 @@ from helpers.engine.draft_models import (
     models_of,
     prompt,
 )
-from helpers.engine.fake_runner import VOCAB_SIZE, Bench
+from helpers.engine.fake_runner import POISON, VOCAB_SIZE, Bench
 from helpers.engine.model_kinds import PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.spec_decode import model_drafts
 from kvboost_edge.engine.spec_decode.draft_lengths import StepCosts
+from kvboost_edge.engine.spec_decode.draft_model import DraftRows
+from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import PassAbandoned
 
@@ -117,6 +119,33 @@ def test_copy_on_write_copies_draft_kv():
     assert draft_runner(bench).computed - before <= 8 + 30
 
 
+def test_a_fill_ends_where_another_sequence_leaves_a_block_unfinished(kind, monkeypatch):
+    """Two sequences share a prefix without KV of the draft model. The first one fills some of it in
+    a step, and the second one must not attend to the rest.
+    """
+    bench = drafting_bench(kind)
+
+    def check(batch):
+        tokens = draft_runner(bench).backend.tokens.copy()
+        tokens.reshape(-1)[batch.layout.slot_mapping] = batch.token_ids
+        for table, length in zip(batch.layout.block_tables, batch.layout.seq_lens, strict=True):
+            assert (tokens[table].reshape(-1)[:length] != POISON).all()
+
+    draft_runner(bench).on_forward = check
+    text = prompt(1, 100)
+    bench.ask(text, 1, terms={"max_draft_tokens": 0})
+    fills = iter([20, 60])
+    monkeypatch.setattr(
+        ModelDrafts, "_num_fill", lambda self, sequence, gap, *others: min(gap, next(fills, 200))
+    )
+    handles = [
+        bench.submit([*text, number], 40, terms={"max_draft_tokens": 4}) for number in (1, 2)
+    ]
+    bench.run()
+    assert all(bench.answer(handle).drafted_tokens for handle in handles)
+    assert_all_accepted(bench)
+
+
 def test_blocks_that_were_left_partly_filled_give_way(kind):
     """A quantized pool has few blocks that may be partly written. Four sequences each leave one
     behind, and all drafts are right afterwards.
@@ -154,6 +183,25 @@ def test_drafts_go_on_after_an_abandoned_pass_that_would_fill_a_block(kind):
     assert abandoned
     assert bench.answer(handle).drafted_tokens > 30
     assert_all_accepted(bench, 30)
+
+
+def test_a_pass_that_would_continue_a_dropped_block_is_abandoned(kind, monkeypatch):
+    bench = drafting_bench(kind, closes_blocks=True)
+    handle = bench.submit(prompt(1, 20), 30, terms=DRAFTS)
+    for _ in range(3):
+        bench.step()
+    model = models_of(bench).model
+    (sequence,) = bench.scheduler.running
+    ((start, _),) = model.missing(sequence.blocks, sequence.num_tokens)
+    assert start % SIZE
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "_num_open", 0)
+        model._hold_open([])
+    with pytest.raises(PassAbandoned):
+        model.forward([DraftRows(sequence.blocks, start, [1])], lambda: False)
+    bench.run()
+    assert bench.answer(handle).drafted_tokens > 15
+    assert_all_accepted(bench)
 
 
 # In this order, the cases of `make test` combine the MTP head and the assistant with both kinds.
