@@ -29,6 +29,11 @@ Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
 
+# Temporary buffers for which there is room from the start. They take no memory before their use.
+# More of them need a larger array, and for a moment a copy of all open blocks.
+_TEMPORARY = 64
+
+
 class QuantKernels(NamedTuple):
     """The three functions that move KV, compiled or from the reference."""
 
@@ -74,7 +79,9 @@ class _Arena:
         self.num_open = num_open
         self.num_layers = num_layers
         self.num_kept = num_layers * num_open
-        self.pool = self._make(self.num_kept)
+        self._num_clean = 0  # buffers that were set to 0
+        self.pool = self._make(self.num_kept + _TEMPORARY)
+        self._clean(self.num_kept)
         first = np.arange(num_layers)[:, None] * num_open
         self._first_slots = first * self.block_size
         self._first_buffers = first[:, :, None].astype(np.int32)
@@ -85,18 +92,23 @@ class _Arena:
         dim = self.shape.head_dim
         keys = aligned_empty((num_buffers, heads, dim, self.block_size), np.float16)
         values = aligned_empty((num_buffers, heads, self.block_size, dim), np.float16)
-        keys[:] = 0
-        values[:] = 0
         return KVPool(keys, values)
+
+    def _clean(self, num_buffers: int) -> None:
+        """Set the first buffers to 0 that were not set before."""
+        for array in self.pool:
+            array[self._num_clean : num_buffers] = 0
+        self._num_clean = max(self._num_clean, num_buffers)
 
     def grow(self, num_temporary: int) -> None:
         """Make room for `num_temporary` temporary buffers. The other buffers keep their content."""
-        if len(self.pool.keys) >= self.num_kept + num_temporary:
-            return
-        larger = self._make(self.num_kept + num_temporary)
-        for old, new in zip(self.pool, larger, strict=True):
-            new[: self.num_kept] = old[: self.num_kept]
-        self.pool = larger
+        wanted = self.num_kept + num_temporary
+        if wanted > len(self.pool.keys):
+            larger = self._make(wanted)
+            for old, new in zip(self.pool, larger, strict=True):
+                new[: self._num_clean] = old[: self._num_clean]
+            self.pool = larger
+        self._clean(wanted)
 
     def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Map a pass's buffers to arena indices for the layer `ordinal`."""

@@ -3,13 +3,14 @@ kernels' arguments.
 """
 
 import threading
+import tracemalloc
 import weakref
 
 import numpy as np
 import pytest
 
 from helpers.kernels.paged_cases import make_case
-from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
+from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.processor import default_num_threads
@@ -109,3 +110,22 @@ def test_invalid_block_sizes_are_refused(block_size):
 def test_a_pool_beyond_memory_is_refused_with_the_calculation():
     with pytest.raises(CapacityError, match=r"num_blocks=\d+ x 6144 bytes"):
         CPUBackend(SPEC, 1 << 48)
+
+
+def test_a_long_prompt_needs_no_copy_of_the_open_blocks():
+    spec = KVSpec((LayerKVSpec(1, 64),) * 8, 16, "float16", (8, 8))
+    backend = CPUBackend(spec, 40, num_threads=1, num_open=64)
+    layout = BatchLayout(
+        cu_seqlens_q=np.array([0, 320], np.int32),
+        seq_lens=np.array([320], np.int32),
+        block_tables=np.arange(20, dtype=np.int32)[None],
+        slot_mapping=np.arange(320, dtype=np.int64),
+    )
+    tracemalloc.start()
+    try:
+        backend.prepare(layout)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        backend.close()
+    assert peak < 64 * spec.bytes_per_open_block / 8
