@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import AddedToken
@@ -55,6 +55,7 @@ def both_ways(directory):
 
 
 @given(text=st.text(max_size=30))
+@example("a<|user|>b")
 def test_encoding_equals_transformers(tiny_model_dir, text):
     for ours, theirs in both_ways(tiny_model_dir):
         ids = ours.encode(text)
@@ -62,7 +63,11 @@ def test_encoding_equals_transformers(tiny_model_dir, text):
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(
             text, add_special_tokens=False
         )
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+        plain = text
+        for token in theirs.added_tokens_decoder.values():
+            if token.special:  # Hypothesis also draws texts from the code
+                plain = plain.replace(token.content, "")
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == plain
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
 
 
