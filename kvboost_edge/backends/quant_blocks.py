@@ -28,7 +28,6 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
-
 # Temporary buffers for which there is room from the start. They take no memory before their use.
 # More of them need a larger array, and for a moment a copy of all open blocks.
 _TEMPORARY = 64

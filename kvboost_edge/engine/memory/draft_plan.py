@@ -187,7 +187,7 @@ def draft_vocabulary_refusal(path_or_id: str | Path, config: EngineConfig) -> st
 
 
 def _unused_vocabulary(target: Checkpoint, draft: DraftPlan | None) -> str:
-    """Return without or on what a short vocabulary has no effect, or "" if it has one."""
+    """Return the case in which a short vocabulary has no effect, for an error, or ""."""
     if draft is None:
         return (
             f"without draft_model, because {target.path.name} has no multi-token prediction head "

@@ -45,7 +45,7 @@ class DraftParts(NamedTuple):
 
     @property
     def has_kv(self) -> bool:
-        """Whether the drafter has a KV pool of its own."""
+        """True if the drafter has a KV pool of its own."""
         return not self.runner.info.borrows_kv
 
     @property
