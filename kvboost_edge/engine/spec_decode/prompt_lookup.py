@@ -141,7 +141,12 @@ class TenantHistory:
 
 
 class PromptLookup:
-    """Prompt lookup for one sequence, which learns how often its draft tokens are accepted."""
+    """Prompt lookup for one sequence, which learns how often its draft tokens are accepted.
+
+    Attributes:
+        match_length: number of last tokens that occur earlier in the sequence, as of the last
+            proposal.
+    """
 
     def __init__(
         self,
@@ -169,6 +174,7 @@ class PromptLookup:
         # After a changed word, the earlier text often continues the same way.
         self._source: tuple[int, int] | None = None
         self._num_astray = 0
+        self.match_length = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> DraftProposal | None:
         """Propose 1 to `most` draft tokens after `token_ids`, or None.
@@ -178,6 +184,7 @@ class PromptLookup:
             most: Maximum number of draft tokens.
         """
         length, end = self._match(token_ids)
+        self.match_length = length
         if self._reads_history:
             tail = token_ids[-_LONGEST_TAIL:]
             remembered, others = self._memory.find(self._tenant, tail, most)

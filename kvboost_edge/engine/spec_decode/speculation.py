@@ -321,6 +321,7 @@ class Speculation(DraftPlanner):
             drafts.lookup.note_forbidden()
         if self._models is None or drafts.model is None:
             return found
+        drafts.model.match_length = drafts.lookup.match_length
         return self._models.propose(sequence, drafts.model, most, costs, found)
 
     def complete(

@@ -21,6 +21,7 @@ from helpers.engine.draft_models import (
     fake_drafter,
     models_of,
     prompt,
+    with_lookup,
 )
 from helpers.engine.fake_runner import POISON, VOCAB_SIZE, Bench
 from helpers.engine.model_kinds import PLAIN
@@ -136,7 +137,9 @@ def test_a_fill_ends_where_another_sequence_leaves_a_block_unfinished(kind, monk
     bench.ask(text, 1, terms={"max_draft_tokens": 0})
     fills = iter([20, 60])
     monkeypatch.setattr(
-        ModelDrafts, "_num_fill", lambda self, sequence, gap, *others: min(gap, next(fills, 200))
+        ModelDrafts,
+        "_num_fill",
+        lambda self, sequence, draft, gap, *others: min(gap, next(fills, 200)),
     )
     handles = [
         bench.submit([*text, number], 40, terms={"max_draft_tokens": 4}) for number in (1, 2)
@@ -506,6 +509,24 @@ def test_auto_fills_a_long_prompt_in_parts_if_the_answer_is_long_enough(kind):
     filling = [count for count in passes if count > 20]
     assert len(filling) > 1
     assert max(filling) < 200
+
+
+@pytest.mark.parametrize("copied", [0, 1, 2])
+def test_auto_fills_nothing_while_the_answer_is_a_copy(kind, copied):
+    """Prompt lookup drafts such an answer as soon as the copy is long enough."""
+    bench = drafting_bench(kind)
+    filled_at = []
+
+    def propose(lookup, token_ids):
+        generated = len(token_ids) - 240
+        lookup.match_length = generated if generated <= copied else 0
+
+    with_lookup(bench, propose)
+    draft_runner(bench).on_forward = lambda batch: filled_at.append(
+        bench.scheduler.running[0].num_tokens
+    )
+    bench.ask(prompt(2, 240), 140, terms={"max_draft_tokens": 4})
+    assert filled_at[0] == 240 + copied + 1
 
 
 def test_filling_draft_kv_needs_no_separate_step(kind, monkeypatch):

@@ -24,9 +24,11 @@ from helpers.engine.fake_runner import (
 from helpers.engine.model_kinds import PLAIN, ModelKind
 from helpers.engine.native_bench import NativeBench
 from helpers.random_ids import random_ids
+from kvboost_edge.engine.spec_decode.draft_lengths import DraftProposal
 from kvboost_edge.engine.spec_decode.draft_model import DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
 from kvboost_edge.engine.spec_decode.pass_costs import PassCosts
+from kvboost_edge.engine.spec_decode.prompt_lookup import PromptLookup
 from kvboost_edge.runners.base import ForwardBatch
 
 DRAFT_KINDS = ("right", "wrong", "random", "one off")
@@ -271,13 +273,20 @@ def with_typical_times(bench: Bench | NativeBench) -> None:
 
 def without_lookup(bench: Bench | NativeBench) -> None:
     """Make prompt lookup find nothing in the requests of a bench."""
+    with_lookup(bench, lambda lookup, token_ids: None)
+
+
+def with_lookup(
+    bench: Bench | NativeBench, propose: Callable[[PromptLookup, list[int]], DraftProposal | None]
+) -> None:
+    """Make prompt lookup propose what a function of it and the sequence's tokens returns."""
     speculation = bench.scheduler.speculation
     make = speculation.prompt_lookup
 
     def drafter(request: Any) -> Any:
         made = make(request)
         if made is not None:
-            made.propose = lambda token_ids, most: None
+            made.propose = lambda token_ids, most: propose(made, token_ids)
         return made
 
     speculation.prompt_lookup = drafter
