@@ -67,6 +67,13 @@ FAULTS = faults(
         f"{_OF_MODELS}::test_auto_fills_nothing_while_the_answer_is_a_copy",
     ),
     (
+        "Prompt lookup: learns nothing while the draft model drafts",
+        "engine/spec_decode/speculation.py",
+        "drafts.passed_over = found.token_ids",
+        "pass",
+        f"{_OF_MODELS}::test_prompt_lookup_learns_while_the_draft_model_drafts",
+    ),
+    (
         "Saved drafts: write into a partly filled block of a quantized pool",
         "engine/offload/draft_saving.py",
         "self._backend.release_blocks(list(rows))",

@@ -138,8 +138,14 @@ class Drafting(Feature):
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Record the numbers of a step's draft tokens and drop the tokens."""
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the outcome of a draft. Both numbers are 0 if the step had no draft."""
+    def learn(self, num_drafted: int, num_accepted: int, token_ids: Several[int]) -> None:
+        """Learn from the outcome of a step.
+
+        Args:
+            num_drafted: number of draft tokens, 0 if the step had no draft.
+            num_accepted: number of draft tokens that were accepted.
+            token_ids: tokens that the step generated.
+        """
 
 
 class SharedSpans(Feature):

@@ -8,6 +8,7 @@ probabilities are therefore bit-identical to those without drafts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
@@ -58,6 +59,7 @@ class DraftTokens(Drafting):
         model: part of the draft model in these drafts, or None without one.
         source: source of the draft in this step, see `DraftProposal`.
         counts: counts of the verified drafts by source.
+        passed_over: tokens that prompt lookup proposed in this step, if the draft model drafts.
     """
 
     proposes = True
@@ -68,15 +70,20 @@ class DraftTokens(Drafting):
         self.model = model
         self.source = ""
         self.counts: dict[str, DraftCounts] = {}
+        self.passed_over: list[int] = []
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         self.tokens = []
         if num_drafted:
             _count(self.counts, self.source, num_drafted, num_accepted)
 
-    def learn(self, num_drafted: int, num_accepted: int) -> None:
+    def learn(self, num_drafted: int, num_accepted: int, token_ids: Several[int]) -> None:
         outcome = num_drafted, num_accepted
-        self.lookup.learn(*(outcome if self.source == "lookup" else (0, 0)))
+        if self.source == "lookup":
+            self.lookup.learn(*outcome)
+        else:
+            # Prompt lookup learns whether its tokens would have been accepted.
+            self.lookup.learn(*_outcome_of(self.passed_over, token_ids))
         if self.model is not None:
             self.model.learn(*(outcome if self.model.count > 0 else (0, 0)))
             self.model.clear()
@@ -311,10 +318,11 @@ class Speculation(DraftPlanner):
             most: Maximum number of draft tokens.
             costs: Costs of adding draft tokens to the step.
         """
+        drafts = _drafts_of(sequence)
+        drafts.passed_over = []
         forced = _long_enough(sequence.request, sequence.grammar.forced()[:most])
         if forced:
             return DraftProposal(forced, np.full(len(forced), _FORCED), "grammar")
-        drafts = _drafts_of(sequence)
         proposed = drafts.lookup.propose(sequence.token_ids, most)
         found = _allowed(proposed, sequence.grammar)
         if proposed is not None and found is None:
@@ -322,7 +330,10 @@ class Speculation(DraftPlanner):
         if self._models is None or drafts.model is None:
             return found
         drafts.model.match_length = drafts.lookup.match_length
-        return self._models.propose(sequence, drafts.model, most, costs, found)
+        chosen = self._models.propose(sequence, drafts.model, most, costs, found)
+        if found is not None and chosen is not found:
+            drafts.passed_over = found.token_ids
+        return chosen
 
     def complete(
         self,
@@ -436,7 +447,7 @@ class Speculation(DraftPlanner):
         if self._models is not None and draft is not None:
             num_reserved = max(num_reserved, draft.count)
             self._models.settle(work, draft)
-        drafting.learn(work.num_drafted, num_accepted)
+        drafting.learn(work.num_drafted, num_accepted, sequence.token_ids[work.certain_stop :])
         if num_reserved > num_accepted:
             self._manager.shrink(sequence.blocks, sequence.num_tokens)
 
@@ -447,6 +458,18 @@ def _allowed(draft: DraftProposal | None, grammar: Constraint) -> DraftProposal 
     if draft is None or not count:
         return None
     return draft._replace(token_ids=draft.token_ids[:count], chances=draft.chances[:count])
+
+
+def _outcome_of(draft: Several[int], token_ids: Several[int]) -> tuple[int, int]:
+    """Return how many tokens of a draft are known to be right or wrong, and how many are right.
+
+    Args:
+        draft: the draft, which was not verified.
+        token_ids: tokens of the sequence in its place.
+    """
+    pairs = zip(draft, token_ids, strict=False)
+    num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return min(num_right + 1, len(draft), len(token_ids)), num_right
 
 
 def _long_enough(request: Request, tokens: list[int]) -> list[int]:

@@ -529,6 +529,28 @@ def test_auto_fills_nothing_while_the_answer_is_a_copy(kind, copied):
     assert filled_at[0] == 240 + copied + 1
 
 
+def test_prompt_lookup_learns_while_the_draft_model_drafts(kind):
+    """A match of two tokens promises less than the draft model, until it has proved right."""
+    token_ids = prompt(2, 20)
+    truth = tuple(kind.bench().runner.expected(token_ids, 200))
+    drafted = {}
+    for is_right in (True, False):
+        bench = drafting_bench(kind)
+
+        def propose(lookup, known, is_right=is_right):
+            tokens = list(truth[len(known) - 20 :][:4])
+            return lookup._draft(tokens if is_right else [one ^ 1 for one in tokens], 2)
+
+        with_lookup(bench, propose)
+        result = bench.ask(token_ids, 190, terms={"max_draft_tokens": 4})
+        assert result.output_token_ids == truth[:190]
+        drafted[is_right] = {
+            source: counts.drafted_tokens for source, counts in result.drafts.items()
+        }
+    assert drafted[True]["lookup"] > 100 > drafted[True]["draft_model"]
+    assert drafted[False].keys() == {"draft_model"}
+
+
 def test_filling_draft_kv_needs_no_separate_step(kind, monkeypatch):
     monkeypatch.setattr(model_drafts, "_PASS_TOKENS", 50)
     bench = drafting_bench(kind)

@@ -309,18 +309,25 @@ def test_a_request_that_generates_nothing_has_no_drafts():
     assert request_fields[0].max_draft_tokens == 0
 
 
-def test_the_prompt_lookup_drafter_learns_only_from_its_own_drafts():
-    """Drafts by the grammar count as steps without a draft."""
+def test_prompt_lookup_learns_from_its_own_proposals():
+    """Drafts by the grammar count as steps without a draft. Tokens that prompt lookup proposed when
+    the draft model drafted are compared with the generated ones.
+    """
 
-    def chance(source, *outcome):
+    def chance(source, *outcome, passed_over=()):
         drafts = DraftTokens(PromptLookup(b"root", TenantHistory()))
         token_ids = [1, 2, 3, 4, 1, 2, 3]
         for _ in range(4):
             drafts.lookup.propose(token_ids, 1)
             drafts.source = source
-            drafts.learn(*outcome)
+            drafts.passed_over = list(passed_over)
+            drafts.learn(*outcome, [4, 1, 2])
         return float(drafts.lookup.propose(token_ids, 1).chances[0])
 
     nothing = chance("", 0, 0)
     assert chance("grammar", 4, 0) == chance("grammar", 4, 4) == nothing
+    for source, right in (("draft_model", (4, 1)), ("", (4, 1, 2, 3))):
+        assert chance(source, 2, 2, passed_over=right) > nothing
+        assert chance(source, 2, 2, passed_over=[9, *right]) < nothing
+        assert chance(source, 2, 2, passed_over=[4, 9]) == chance("lookup", 2, 1)
     assert chance("lookup", 4, 0) < nothing < chance("lookup", 4, 4)
