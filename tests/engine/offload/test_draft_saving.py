@@ -302,10 +302,14 @@ def test_a_tenant_never_restores_another_tenants_draft_kv():
         assert restored(bench) == count
 
 
-def test_a_failed_pool_write_only_costs_time(caplog):
+@pytest.mark.parametrize("closes_blocks", [False, True])
+def test_a_failed_pool_write_only_costs_time(kind, closes_blocks, caplog):
+    """The draft model computes the KV, also of blocks that earlier requests left partly filled."""
     tier = DictTier()
-    turn = first_turn(tier, PLAIN)
-    bench = drafting_bench(PLAIN, tiers=[tier])
+    turn = first_turn(tier, kind)
+    bench = drafting_bench(kind, num_blocks=9, closes_blocks=closes_blocks, tiers=[tier])
+    for seed in range(8):
+        ask(bench, prompt(seed + 3, 20 + seed), 3, DRAFTS)
 
     def fail(block_ids, data):
         raise RuntimeError("no room")
