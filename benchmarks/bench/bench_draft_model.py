@@ -13,7 +13,8 @@ each time with an empty cache:
 
 All ways answer a question one after another. The answers of our engines must be equal. A ratio is
 that of the time per token after the first one. Before each kind of question, the first one is
-answered once, which is not counted.
+answered once, which is not counted. With --together, each way answers several questions at the same
+time, and the ratio is that of the time after all of them have their first token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import argparse
 import contextlib
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,41 +44,45 @@ class Answered(NamedTuple):
     """An answer's speed.
 
     Attributes:
-        seconds: time of a token after the first one.
+        seconds: time of a token of each answer after the first one.
         drafted: draft tokens verified.
         accepted: draft tokens accepted.
-        token_ids: tokens of the answer, empty for other engines.
+        token_ids: tokens of the answers, empty for other engines.
     """
 
     seconds: float
     drafted: int
     accepted: int
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[tuple[int, ...], ...] = ()
 
 
-Way = Callable[[str, int], Answered]
+Way = Callable[[Sequence[str], int], Answered]
 
 
 def _ours(engine: CPUPagedEngine, speculation: str) -> Way:
-    """Return the way in which one of our engines answers a question."""
+    """Return the way in which one of our engines answers questions."""
 
-    def answer(question: str, tokens: int) -> Answered:
+    def answer(questions: Sequence[str], tokens: int) -> Answered:
         engine.reset_cache()
-        messages = [{"role": "user", "content": question}]
-        result = engine.generate(messages, tokens, temperature=0.0, speculation=speculation)
-        times = result.token_times_ms
-        seconds = (times[-1] - times[0]) / 1e3 / max(1, len(times) - 1)
+        prompts = [[{"role": "user", "content": question}] for question in questions]
+        results = engine.generate_many(prompts, tokens, temperature=0.0, speculation=speculation)
+        times = [result.token_times_ms for result in results]
+        began, ended = max(one[0] for one in times), max(one[-1] for one in times)
         return Answered(
-            seconds, result.drafted_tokens, result.accepted_tokens, tuple(result.output_token_ids)
+            (ended - began) / 1e3 / max(1, max(map(len, times)) - 1),
+            sum(result.drafted_tokens for result in results),
+            sum(result.accepted_tokens for result in results),
+            tuple(tuple(result.output_token_ids) for result in results),
         )
 
     return answer
 
 
 def _theirs(port: int) -> Way:
-    """Return the way in which llama-server answers a question."""
+    """Return the way in which llama-server answers a single question."""
 
-    def answer(question: str, tokens: int) -> Answered:
+    def answer(questions: Sequence[str], tokens: int) -> Answered:
+        (question,) = questions
         asked = {
             "messages": [{"role": "user", "content": question}],
             "max_tokens": tokens,
@@ -109,18 +114,19 @@ def _server_command(options: argparse.Namespace, most: int, port: int) -> list[s
 
 
 def measure(
-    ways: Mapping[str, Way], kind: str, tokens: int, num_questions: int
+    ways: Mapping[str, Way], kind: str, tokens: int, num_questions: int, together: int
 ) -> list[dict[str, Any]]:
     """Return one row for each way of answering the questions of a kind."""
     questions = QUESTIONS[kind][:num_questions]
+    groups = [questions[start : start + together] for start in range(0, num_questions, together)]
     answers: dict[str, list[Answered]] = {way: [] for way in ways}
     for answer in ways.values():
-        answer(questions[0], tokens)
-    for question in questions:
+        answer(groups[0], tokens)
+    for group in groups:
         for way, answer in ways.items():
-            answers[way].append(answer(question, tokens))
+            answers[way].append(answer(group, tokens))
         if len({found[-1].token_ids for found in answers.values() if found[-1].token_ids}) > 1:
-            raise RuntimeError(f"the answers of our engines to {question!r} differ")
+            raise RuntimeError(f"the answers of our engines to {group!r} differ")
     rows = []
     for way, found in answers.items():
         row = {"task": kind, "speculation": way, "ms per token": 1e3 * _median(found)}
@@ -165,6 +171,9 @@ def _options() -> argparse.ArgumentParser:
         default=list(QUESTIONS),
         help="kinds of questions (default: all)",
     )
+    options.add_argument(
+        "--together", type=int, default=1, help="questions at the same time (default: 1)"
+    )
     harness.add_threads(options)
     options.add_argument("--draft-vocabulary", type=int, help="option of the engine")
     options.add_argument(
@@ -182,8 +191,11 @@ def _options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    chosen = _options().parse_args()
-    num_questions = 1 if chosen.quick else chosen.questions
+    options = _options()
+    chosen = options.parse_args()
+    if chosen.llama_server and chosen.together > 1:
+        options.error("--together is for our engines only; leave --llama-server out")
+    num_questions = chosen.together if chosen.quick else chosen.questions
     rows = []
     common = {
         "num_blocks": _BLOCKS,
@@ -208,7 +220,7 @@ def main() -> None:
             stack.enter_context(served(_server_command(chosen, most, port), port))
             ways[f"llama {most}"] = _theirs(port)
         for kind in chosen.kinds:
-            rows += measure(ways, kind, chosen.tokens, num_questions)
+            rows += measure(ways, kind, chosen.tokens, num_questions, chosen.together)
         passes = _pass_rows(drafting)
     harness.report("bench_draft_model", rows, options=chosen, pass_ms=passes)
 

@@ -3,9 +3,10 @@
     python benchmarks/quality/gguf_types.py MODEL.gguf --tools DIR [--types Q2_K IQ3_S ...]
     [--out FILE]
 
-llama.cpp's `llama-quantize` in DIR converts the model's weights to each type, except the embeddings
-and the head. Types that need an importance matrix get one of `llama-imatrix`, computed from the text
-of this repository's docs. The rows of the model's matrices must be multiples of 256 weights.
+llama.cpp's `llama-quantize` in DIR converts the model's weights to each type, except the
+embeddings and the head. Types that need an importance matrix get one of `llama-imatrix`, computed
+from the text of this repository's docs. The rows of the model's matrices must be multiples of 256
+weights.
 
 For each file, the reference is this engine with the file's weights as float32. The table shows the
 mean KL divergence (nats) of the next-token distributions from the reference, and how often the
