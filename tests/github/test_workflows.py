@@ -19,7 +19,7 @@ def read(path):
 
 WORKFLOWS = {path.stem: read(path) for path in sorted((FOLDER / "workflows").glob("*.yml"))}
 JOBS = [(name, job) for name, workflow in WORKFLOWS.items() for job in workflow["jobs"]]
-CALLED = "./.github/workflows/"
+CALLED = "$/.github/workflows/"
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 FORMS = sorted((FOLDER / "ISSUE_TEMPLATE").glob("*.yml"))
 # Jobs that may write something, and what.
