@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,14 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
 from benchmarks.quality.perplexity import LlamaCpp, descriptions
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
+from kvboost_edge.models.gguf.file import read_gguf
 
 # Types and llama-quantize's names of them. True: the type needs an importance matrix.
 TYPES = {
@@ -87,7 +88,7 @@ def _run(*command: object) -> None:
 
 def stored_types(file: Path) -> dict[str, int]:
     """Return the number of tensors of each type in a file, without float32."""
-    counts = Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors)
+    counts = Counter(tensor.type for tensor in read_gguf(file).tensors.values())
     del counts["F32"]
     return dict(counts)
 
@@ -152,6 +153,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Packed float32 weights of every file would fill the disk.
+        os.environ["KVBOOST_EDGE_CACHE"] = str(folder / "cache")
         matrix = None
         for kind in kinds:
             if TYPES[kind][1] and matrix is None:
@@ -163,6 +166,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
             file.unlink()
+            shutil.rmtree(folder / "cache")
     harness.report("gguf_types", rows, options=given, model=given.model.name)
 
 
