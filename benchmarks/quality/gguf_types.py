@@ -55,26 +55,35 @@ TYPES = {
 _IMPORTANCE_TEXTS = ("README.md", "docs/architecture.md", "docs/speculation.md", "docs/status.md")
 
 
-def importance_matrix(tools: Path, model: Path, folder: Path, threads: int) -> Path:
-    """Compute an importance matrix of a model, and return its file."""
-    root = Path(__file__).parents[2]
-    text, matrix = folder / "text.txt", folder / "importance.gguf"
-    text.write_text("\n".join((root / name).read_text("utf-8") for name in _IMPORTANCE_TEXTS))
-    _run(
-        tools / "llama-imatrix",
-        *("-m", model, "-f", text, "-o", matrix, "-t", threads, "-c", 512, "--chunks", 16),
-    )
-    return matrix
+def convert(tools: Path, model: Path, kind: str, target: Path, threads: int) -> None:
+    """Convert all matrices of a model to a type, except the embeddings and the head.
 
-
-def quantize(tools: Path, model: Path, kind: str, matrix: Path | None, target: Path) -> None:
-    """Convert all matrices of a model to a type, except the embeddings and the head."""
-    more = () if matrix is None else ("--imatrix", matrix)
+    An importance matrix is computed if the type needs one and the target's folder has none.
+    """
+    name, needs_importance = TYPES[kind]
+    more: list[object] = []
+    if needs_importance:
+        matrix = target.parent / "importance.gguf"
+        if not matrix.exists():
+            _compute_importance(tools, model, matrix, threads)
+        more = ["--imatrix", matrix]
+    part = target.with_suffix(".part")
     _run(
         tools / "llama-quantize",
         *("--allow-requantize", "--pure", *more),
         *("--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"),
-        *(model, target, TYPES[kind][0]),
+        *(model, part, name),
+    )
+    part.rename(target)
+
+
+def _compute_importance(tools: Path, model: Path, target: Path, threads: int) -> None:
+    root = Path(__file__).parents[2]
+    text = target.with_suffix(".txt")
+    text.write_text("\n".join((root / name).read_text("utf-8") for name in _IMPORTANCE_TEXTS))
+    _run(
+        tools / "llama-imatrix",
+        *("-m", model, "-f", text, "-o", target, "-t", threads, "-c", 512, "--chunks", 8),
     )
 
 
@@ -134,6 +143,9 @@ def _options() -> argparse.ArgumentParser:
         "--tools", type=Path, required=True, help="folder of llama-quantize and llama-imatrix"
     )
     options.add_argument(
+        "--files", type=Path, help="existing folder that keeps the files (default: none is kept)"
+    )
+    options.add_argument(
         "--types", nargs="+", choices=TYPES, default=list(TYPES), help="types (default: all)"
     )
     options.add_argument(
@@ -152,21 +164,21 @@ def main() -> None:
     kinds = given.types[:1] if given.quick else given.types
     rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        # Packed float32 weights of every file would fill the disk.
-        os.environ["KVBOOST_EDGE_CACHE"] = str(folder / "cache")
-        matrix = None
+        # Packed float32 weights of every file would fill the cache's disk.
+        cache = Path(name) / "cache"
+        os.environ["KVBOOST_EDGE_CACHE"] = str(cache)
+        folder = given.files or Path(name)
         for kind in kinds:
-            if TYPES[kind][1] and matrix is None:
-                matrix = importance_matrix(given.tools, given.model, folder, given.threads)
             file = folder / f"{kind}.gguf"
-            quantize(given.tools, given.model, kind, matrix if TYPES[kind][1] else None, file)
+            if not file.exists():
+                convert(given.tools, given.model, kind, file, given.threads)
             row = {"type": kind, **measure(file, given.peers_python, given.tokens, given.window)}
             row |= {"MB": file.stat().st_size / 1e6, "tensors": json.dumps(stored_types(file))}
             print(json.dumps(row), flush=True)
             rows.append(row)
-            file.unlink()
-            shutil.rmtree(folder / "cache")
+            shutil.rmtree(cache)
+            if given.files is None:
+                file.unlink()
     harness.report("gguf_types", rows, options=given, model=given.model.name)
 
 
