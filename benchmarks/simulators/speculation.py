@@ -177,6 +177,7 @@ class _Running:
         self.drafter = PromptLookup(b"", TenantHistory(), _MAX_TOKENS)
         self.chances = DraftChances(_MOST_MODELED, rules.accepted)
         self.least: tuple[Any, Any] = ((), ())
+        self.passed_over: list[int] = []
 
     @property
     def is_done(self) -> bool:
@@ -184,6 +185,7 @@ class _Running:
 
     def propose(self, step: StepCosts) -> DraftProposal | None:
         """Propose tokens as the engine does. Tokens of the draft model are generated later."""
+        self.passed_over = []
         most = min(_MOST, len(self.truth) - self.known - 1)
         if most <= 0:
             return None
@@ -200,6 +202,7 @@ class _Running:
         if rates.max() <= least:
             return found
         self.least = least_chances(step, float(rates[1:].max()), _MOST_MODELED)
+        self.passed_over = [] if found is None else found.token_ids
         return planned
 
     def draft(self, count: int) -> tuple[list[int], int]:
@@ -226,11 +229,15 @@ class _Running:
         count = 0
         while count < len(tokens) and tokens[count] == self.truth[self.known + count]:
             count += 1
+        generated = self.truth[self.known : self.known + count + 1]
         self.known += count + 1
         is_modeled = num_passes > 0
         was_rejected = count < len(tokens) or num_passes > len(tokens)
         self.chances.learn(*((count + was_rejected, count) if is_modeled else (0, 0)))
-        self.drafter.learn(*((0, 0) if is_modeled else (len(tokens), count)))
+        if tokens and not is_modeled:
+            self.drafter.learn(len(tokens), count)
+        else:
+            self.drafter.learn_unverified(self.passed_over, generated)
         return count
 
 

@@ -62,9 +62,23 @@ FAULTS = faults(
     (
         "Draft model: fills its KV while the answer is a copy",
         "engine/spec_decode/model_drafts.py",
-        "if draft.match_length >= generated:",
-        "if False:",
+        "0 < generated <= match_length",
+        "False",
         f"{_OF_MODELS}::test_auto_fills_nothing_while_the_answer_is_a_copy",
+    ),
+    (
+        "Prompt lookup: does not tell how long a copy is",
+        "engine/spec_decode/prompt_lookup.py",
+        "self.match_length = length",
+        "pass",
+        "tests/engine/spec_decode/test_prompt_lookup.py",
+    ),
+    (
+        "Prompt lookup: judges a passed-over proposal again in later steps",
+        "engine/spec_decode/speculation.py",
+        "        self.passed_over = []\n        if self.model is not None:",
+        "        if self.model is not None:",
+        "tests/engine/spec_decode/test_speculation.py",
     ),
     (
         "Prompt lookup: learns nothing while the draft model drafts",

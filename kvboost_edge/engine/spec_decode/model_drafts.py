@@ -95,7 +95,6 @@ class SequenceDraft:
         fills_prompt: whether an MTP head computes KV of the prompt, or None before that is decided.
             An assistant computes none.
         only_fills: whether the sequence drafts nothing. Hidden states then wait for no draft.
-        match_length: number of last tokens that occur earlier in the sequence.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class SequenceDraft:
         self.only_fills = False
         self.chances = DraftChances(_MOST, of_all)
         self.count = self.num_fill = self.stop = 0
-        self.match_length = 0
         self.is_off = self.is_cut = False
         self.least = self.least_more = np.zeros(_MOST)
         self._request = request
@@ -367,6 +365,7 @@ class ModelDrafts:
         most: int,
         costs: StepCosts,
         other: DraftProposal | None,
+        match_length: int = 0,
     ) -> DraftProposal | None:
         """Plan a draft, whose tokens are 0 until `complete`, or the filling for later drafts.
 
@@ -376,6 +375,7 @@ class ModelDrafts:
             most: maximum number of draft tokens. If the request wants longer drafts, there is none.
             costs: costs of adding draft tokens to the step.
             other: proposal of another source.
+            match_length: number of last tokens that occur earlier in the sequence.
 
         Returns:
             The draft of the draft model, or `other` if more tokens per second are expected of it.
@@ -409,9 +409,10 @@ class ModelDrafts:
         gaps = self.model.missing(sequence.blocks, known - 1, draft.hidden_states)
         gap = sum(end - first for first, end in gaps)
         if gap > _CATCH_UP:
-            draft.num_fill = (
-                gap if always else self._num_fill(sequence, draft, gap, costs, rates[count])
-            )
+            generated = known - sequence.request.num_prompt_tokens
+            if not always and gap > _LEAST_FILL and 0 < generated <= match_length:
+                return other  # the answer is a copy so far, which prompt lookup drafts for less
+            draft.num_fill = gap if always else self._num_fill(sequence, gap, costs, rates[count])
             if draft.num_fill < gap:
                 return other
         self._limit(draft, costs, 0.0 if always else rates[count])
@@ -431,9 +432,7 @@ class ModelDrafts:
         """
         draft.least, draft.least_more = least_chances(costs, rate, _MOST)
 
-    def _num_fill(
-        self, sequence: Sequence, draft: SequenceDraft, gap: int, costs: StepCosts, rate: float
-    ) -> int:
+    def _num_fill(self, sequence: Sequence, gap: int, costs: StepCosts, rate: float) -> int:
         """Return the number of tokens to fill in this step, or 0 if filling does not pay.
 
         Args:
@@ -442,8 +441,6 @@ class ModelDrafts:
         """
         request = sequence.request
         generated = sequence.num_tokens - request.num_prompt_tokens
-        if draft.match_length >= generated:
-            return 0  # the answer is a copy so far, which prompt lookup drafts for less
         expected = min(request.max_tokens - sequence.num_tokens, generated + _EXPECTED_TOKENS)
         plain = costs.passes.seconds(costs.num_rows, costs.depth)
         saved = expected * (plain - costs.num_rows / rate)

@@ -217,6 +217,17 @@ class PromptLookup:
         self._right = self._right * fading + num_accepted
         self._wrong = self._wrong * fading + (num_accepted < num_drafted)
 
+    def learn_unverified(self, draft: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Record how much of a proposal was right that was not verified.
+
+        Args:
+            draft: the proposal, empty for a step without one.
+            token_ids: tokens that the step generated. Later tokens of the proposal are not judged.
+        """
+        pairs = zip(draft, token_ids, strict=False)
+        num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.learn(min(num_right + 1, len(draft), len(token_ids)), num_right)
+
     def note_forbidden(self) -> None:
         """Record that the first token of a proposal is forbidden, so that nothing is drafted."""
         self._num_astray += 1

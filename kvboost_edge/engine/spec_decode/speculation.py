@@ -8,7 +8,6 @@ probabilities are therefore bit-identical to those without drafts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
@@ -82,8 +81,8 @@ class DraftTokens(Drafting):
         if self.source == "lookup":
             self.lookup.learn(*outcome)
         else:
-            # Prompt lookup learns whether its tokens would have been accepted.
-            self.lookup.learn(*_outcome_of(self.passed_over, token_ids))
+            self.lookup.learn_unverified(self.passed_over, token_ids)
+        self.passed_over = []
         if self.model is not None:
             self.model.learn(*(outcome if self.model.count > 0 else (0, 0)))
             self.model.clear()
@@ -329,8 +328,9 @@ class Speculation(DraftPlanner):
             drafts.lookup.note_forbidden()
         if self._models is None or drafts.model is None:
             return found
-        drafts.model.match_length = drafts.lookup.match_length
-        chosen = self._models.propose(sequence, drafts.model, most, costs, found)
+        chosen = self._models.propose(
+            sequence, drafts.model, most, costs, found, drafts.lookup.match_length
+        )
         if found is not None and chosen is not found:
             drafts.passed_over = found.token_ids
         return chosen
@@ -458,18 +458,6 @@ def _allowed(draft: DraftProposal | None, grammar: Constraint) -> DraftProposal 
     if draft is None or not count:
         return None
     return draft._replace(token_ids=draft.token_ids[:count], chances=draft.chances[:count])
-
-
-def _outcome_of(draft: Several[int], token_ids: Several[int]) -> tuple[int, int]:
-    """Return how many tokens of a draft are known to be right or wrong, and how many are right.
-
-    Args:
-        draft: the draft, which was not verified.
-        token_ids: tokens of the sequence in its place.
-    """
-    pairs = zip(draft, token_ids, strict=False)
-    num_right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return min(num_right + 1, len(draft), len(token_ids)), num_right
 
 
 def _long_enough(request: Request, tokens: list[int]) -> list[int]:

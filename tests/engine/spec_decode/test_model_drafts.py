@@ -139,7 +139,7 @@ def test_a_fill_ends_where_another_sequence_leaves_a_block_unfinished(kind, monk
     monkeypatch.setattr(
         ModelDrafts,
         "_num_fill",
-        lambda self, sequence, draft, gap, *others: min(gap, next(fills, 200)),
+        lambda self, sequence, gap, *others: min(gap, next(fills, 200)),
     )
     handles = [
         bench.submit([*text, number], 40, terms={"max_draft_tokens": 4}) for number in (1, 2)
@@ -517,7 +517,7 @@ def test_auto_fills_nothing_while_the_answer_is_a_copy(kind, copied):
     bench = drafting_bench(kind)
     filled_at = []
 
-    def propose(lookup, token_ids):
+    def propose(lookup, token_ids, most):
         generated = len(token_ids) - 240
         lookup.match_length = generated if generated <= copied else 0
 
@@ -537,8 +537,8 @@ def test_prompt_lookup_learns_while_the_draft_model_drafts(kind):
     for is_right in (True, False):
         bench = drafting_bench(kind)
 
-        def propose(lookup, known, is_right=is_right):
-            tokens = list(truth[len(known) - 20 :][:4])
+        def propose(lookup, known, most, is_right=is_right):
+            tokens = list(truth[len(known) - 20 :][:most])
             return lookup._draft(tokens if is_right else [one ^ 1 for one in tokens], 2)
 
         with_lookup(bench, propose)

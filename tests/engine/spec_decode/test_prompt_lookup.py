@@ -55,6 +55,21 @@ def test_a_short_match_proposes_nothing(text):
     assert proposed(text) is None
 
 
+@pytest.mark.parametrize("copied", [0, 1, 2, 3, 9])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_match_length_counts_last_tokens_that_occur_earlier_in_the_sequence(copied, keeps):
+    """A match in another request does not count."""
+    memory = TenantHistory()
+    tail = [900, 901, 902, *SAID[:copied]]
+    if keeps:
+        memory.keep(b"a", tail)
+    drafter = PromptLookup(b"a", memory)
+    drafter.propose([*SAID, 7], 4)
+    assert drafter.match_length == 0
+    drafter.propose([*SAID, 7, *tail], 4)
+    assert drafter.match_length == copied
+
+
 def test_the_automaton_grows_with_its_text():
     drafter = PromptLookup(b"a", TenantHistory())
     text = random_ids(5000, 0, 0, 10**6)

@@ -314,7 +314,7 @@ def test_prompt_lookup_learns_from_its_own_proposals():
     the draft model drafted are compared with the generated ones.
     """
 
-    def chance(source, *outcome, passed_over=()):
+    def chance(source, *outcome, passed_over=(), idle=0):
         drafts = DraftTokens(PromptLookup(b"root", TenantHistory()))
         token_ids = [1, 2, 3, 4, 1, 2, 3]
         for _ in range(4):
@@ -322,12 +322,19 @@ def test_prompt_lookup_learns_from_its_own_proposals():
             drafts.source = source
             drafts.passed_over = list(passed_over)
             drafts.learn(*outcome, [4, 1, 2])
+            for _ in range(idle):  # steps without a proposal
+                drafts.learn(0, 0, [7])
         return float(drafts.lookup.propose(token_ids, 1).chances[0])
 
     nothing = chance("", 0, 0)
     assert chance("grammar", 4, 0) == chance("grammar", 4, 4) == nothing
-    for source, right in (("draft_model", (4, 1)), ("", (4, 1, 2, 3))):
-        assert chance(source, 2, 2, passed_over=right) > nothing
-        assert chance(source, 2, 2, passed_over=[9, *right]) < nothing
-        assert chance(source, 2, 2, passed_over=[4, 9]) == chance("lookup", 2, 1)
+    for tokens, outcome in (
+        ([4, 1], (2, 2)),
+        ([4, 1, 2, 3], (3, 3)),
+        ([4, 9, 2], (2, 1)),
+        ([9, 4, 1], (1, 0)),
+    ):
+        for idle in (0, 2):
+            found = chance("draft_model", 2, 2, passed_over=tokens, idle=idle)
+            assert found == chance("lookup", *outcome, idle=idle)
     assert chance("lookup", 4, 0) < nothing < chance("lookup", 4, 4)

@@ -273,20 +273,21 @@ def with_typical_times(bench: Bench | NativeBench) -> None:
 
 def without_lookup(bench: Bench | NativeBench) -> None:
     """Make prompt lookup find nothing in the requests of a bench."""
-    with_lookup(bench, lambda lookup, token_ids: None)
+    with_lookup(bench, lambda lookup, token_ids, most: None)
 
 
 def with_lookup(
-    bench: Bench | NativeBench, propose: Callable[[PromptLookup, list[int]], DraftProposal | None]
+    bench: Bench | NativeBench,
+    propose: Callable[[PromptLookup, list[int], int], DraftProposal | None],
 ) -> None:
-    """Make prompt lookup propose what a function of it and the sequence's tokens returns."""
+    """Replace `PromptLookup.propose` by a function with the same arguments."""
     speculation = bench.scheduler.speculation
     make = speculation.prompt_lookup
 
     def drafter(request: Any) -> Any:
         made = make(request)
         if made is not None:
-            made.propose = lambda token_ids, most: propose(made, token_ids)
+            made.propose = functools.partial(propose, made)
         return made
 
     speculation.prompt_lookup = drafter
