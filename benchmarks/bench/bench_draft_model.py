@@ -44,7 +44,7 @@ class Answered(NamedTuple):
     """An answer's speed.
 
     Attributes:
-        seconds: time of a token of each answer after the first one.
+        seconds: time after the first tokens of all answers, for each token of the longest one.
         drafted: draft tokens verified.
         accepted: draft tokens accepted.
         token_ids: tokens of the answers, empty for other engines.
@@ -118,7 +118,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one row for each way of answering the questions of a kind."""
     questions = QUESTIONS[kind][:num_questions]
-    groups = [questions[start : start + together] for start in range(0, num_questions, together)]
+    groups = [questions[start : start + together] for start in range(0, len(questions), together)]
     answers: dict[str, list[Answered]] = {way: [] for way in ways}
     for answer in ways.values():
         answer(groups[0], tokens)
@@ -195,6 +195,10 @@ def main() -> None:
     chosen = options.parse_args()
     if chosen.llama_server and chosen.together > 1:
         options.error("--together is for our engines only; leave --llama-server out")
+    if chosen.together < 1 or chosen.questions % chosen.together:
+        options.error(
+            f"--questions {chosen.questions} is not a multiple of --together {chosen.together}"
+        )
     num_questions = chosen.together if chosen.quick else chosen.questions
     rows = []
     common = {

@@ -1,7 +1,7 @@
 """Quality of GGUF types of up to four bits on a real model, in this engine and in llama.cpp.
 
     python benchmarks/quality/gguf_types.py MODEL.gguf --tools DIR [--types Q2_K IQ3_S ...]
-    [--out FILE]
+    [--files DIR] [--out FILE]
 
 llama.cpp's `llama-quantize` in DIR converts the model's weights to each type, except the
 embeddings and the head. Types that need an importance matrix get one of `llama-imatrix`, computed
@@ -63,7 +63,7 @@ def convert(tools: Path, model: Path, kind: str, target: Path, threads: int) -> 
     name, needs_importance = TYPES[kind]
     more: list[object] = []
     if needs_importance:
-        matrix = target.parent / "importance.gguf"
+        matrix = target.parent / f"{model.stem}-importance.gguf"
         if not matrix.exists():
             _compute_importance(tools, model, matrix, threads)
         more = ["--imatrix", matrix]
@@ -169,7 +169,7 @@ def main() -> None:
         os.environ["KVBOOST_EDGE_CACHE"] = str(cache)
         folder = given.files or Path(name)
         for kind in kinds:
-            file = folder / f"{kind}.gguf"
+            file = folder / f"{given.model.stem}-{kind}.gguf"
             if not file.exists():
                 convert(given.tools, given.model, kind, file, given.threads)
             row = {"type": kind, **measure(file, given.peers_python, given.tokens, given.window)}
