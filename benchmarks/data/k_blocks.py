@@ -1,7 +1,8 @@
 """Random matrices in GGUF formats, generated as bytes.
 
-They cover the K formats, which the Python package only reads, ternary and 1-bit formats, some of
-which it does not know, and Q4_0, Q8_0 and MXFP4, for which quantizing numbers would take minutes.
+They cover the K and IQ formats, which the Python package only reads, ternary and 1-bit formats,
+some of which it does not know, and Q4_0, Q8_0 and MXFP4, for which quantizing numbers would take
+minutes.
 Codes are uniform, and scales are in the upper half of their range, so that a row's weights have the
 requested spread.
 """
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "BLOCK",
+    "FEW_BITS",
     "NARROW",
     "Narrow",
     "more_bits",
+    "random_few_bits",
     "random_mxfp4",
     "random_narrow",
     "random_q4_0",
@@ -55,6 +59,21 @@ NARROW = {
     "Q2_0": Narrow(42, 41, 64, 18, 0),
 }
 """Ternary and 1-bit types by name."""
+
+FEW_BITS = {
+    "IQ1_S": (50, 0),
+    "IQ2_XXS": (66, 0),
+    "IQ2_XS": (74, 0),
+    "IQ2_S": (82, 0),
+    "Q2_K": (84, 80),
+    "IQ3_XXS": (98, 0),
+    "IQ3_S": (110, 0),
+    "Q3_K": (110, 108),
+}
+"""Types of 1 to 3 bits by name: bytes of a block, and the offset of its half-precision scale.
+
+The scale of Q2_K's minima follows that of its weights.
+"""
 
 
 def more_bits(layer: int, num_layers: int) -> bool:
@@ -134,6 +153,28 @@ def random_narrow(
     d = np.array([spread if kind == "Q1_0" else spread / np.sqrt(2 / 3)], np.float16)
     blocks[:, scale_at : scale_at + 2] = d.view(np.uint8)
     return blocks.reshape(rows, -1)
+
+
+def random_few_bits(
+    rng: np.random.Generator, rows: int, width: int, spread: float, kind: str
+) -> _Bytes:
+    """Return a random matrix of a type in FEW_BITS, uint8 [rows, bytes of a row].
+
+    All bytes but those of the scale are uniform. In Q2_K, the scale of the minima is 1.5 times that
+    of the weights, so that codes 0..3 are centered at 0.
+    """
+    nbytes, scale_at = FEW_BITS[kind]
+    blocks = rng.integers(0, 256, (rows * width // BLOCK, nbytes), dtype=np.uint8)
+
+    def scale(found: _Bytes, d: float) -> _Bytes:
+        ratios = (1.0, 1.5) if kind == "Q2_K" else (1.0,)
+        scales = np.array([d * ratio for ratio in ratios], np.float16).view(np.uint8)
+        found[:, scale_at : scale_at + len(scales)] = scales
+        return found
+
+    sample = scale(blocks[:256].copy(), 1.0)
+    unit = gguf.quants.dequantize(sample, gguf.GGMLQuantizationType[kind]).std()
+    return scale(blocks, spread / float(unit)).reshape(rows, -1)
 
 
 def random_mxfp4(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:

@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from benchmarks.data.k_blocks import (
     BLOCK,
+    FEW_BITS,
     NARROW,
     more_bits,
+    random_few_bits,
     random_mxfp4,
     random_narrow,
     random_q4_0,
@@ -32,12 +34,14 @@ from benchmarks.data.shapes import Shape
 __all__ = ["QUANTS", "add_tokenizer", "kept_gguf", "write_gguf"]
 
 _Type = gguf.GGMLQuantizationType
+_FILES = {"Q3_K": "Q3_K_S", "IQ2_S": "IQ2_M"}  # names of files whose matrices have the type
 QUANTS = {
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
     **{name: narrow.file_type for name, narrow in NARROW.items()},
+    **{name: gguf.LlamaFileType[f"MOSTLY_{_FILES.get(name, name)}"] for name in FEW_BITS},
 }
 
 
@@ -56,7 +60,8 @@ def write_gguf(
     """Write the model, with all matrices in `quant` and norms and biases in float32.
 
     Q4_K_M is the usual mixture of Q6_K (embedding and `more_bits`) and Q4_K. MXFP4 applies only to
-    experts, and the other matrices are Q8_0. With TQ1_0 and TQ2_0, head and embedding are Q6_K.
+    experts, and the other matrices are Q8_0. With TQ1_0, TQ2_0 and the types in FEW_BITS, head and
+    embedding are Q6_K.
 
     Args:
         path: File to write.
@@ -106,9 +111,11 @@ def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
 def _type_of(name: str, quant: str, shape: Shape) -> _Type | None:
     """Return the storage type of a matrix in a file of this kind; None for a type in NARROW."""
     own = shape.storage(name)
+    is_end = name.startswith(("token_embd", "output."))
     if quant in NARROW and not own:
-        is_end = name.startswith(("token_embd", "output."))
         return _Type.Q6_K if is_end and quant.startswith("TQ") else None
+    if quant in FEW_BITS and is_end and not own:
+        return _Type.Q6_K
     if own or quant not in ("Q4_K_M", "MXFP4"):
         return _Type[own or quant]
     if quant == "MXFP4":
@@ -183,7 +190,11 @@ def _matrix(
     return np.asarray(gguf.quants.quantize(values, kind))
 
 
-_RANDOM_BLOCKS = {_Type.Q4_K: random_q4_k, _Type.Q6_K: random_q6_k}
+_RANDOM_BLOCKS = {
+    _Type.Q4_K: random_q4_k,
+    _Type.Q6_K: random_q6_k,
+    **{_Type[kind]: functools.partial(random_few_bits, kind=kind) for kind in FEW_BITS},
+}
 _PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: random_mxfp4}
 
 
