@@ -111,24 +111,16 @@ def test_drafts_end_where_the_model_suppresses_all_allowed_ids():
     assert models_of(bench).is_on
 
 
-class Repeated:
+class Repeated(PromptLookup):
     """Prompt lookup that proposes a text that the grammar forbids from some token on."""
 
     def __init__(self, text):
+        super().__init__(b"", TenantHistory())
         self.tokens = fake_tokenizer().encode(text)
 
     def propose(self, token_ids, most):
         tokens = self.tokens[:most]
         return DraftProposal(tokens, np.full(len(tokens), 0.9)) if tokens else None
-
-    def learn(self, num_drafted, num_accepted):
-        pass
-
-    def note_forbidden(self):
-        pass
-
-    def release(self):
-        pass
 
 
 @pytest.mark.parametrize("is_cheap", [True, False])
