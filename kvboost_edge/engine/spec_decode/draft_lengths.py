@@ -10,6 +10,8 @@ time.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -104,8 +106,9 @@ class DraftCredit:
         self.balance = min(self.balance + _STEP_CREDIT + earned, _MOST_CREDIT)
 
 
-class StepCosts(NamedTuple):
-    """The costs of adding draft tokens to a step.
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """The costs of adding draft tokens to a step, by the times that were measured before it.
 
     Attributes:
         num_rows: rows of the step's pass without draft tokens. Each of them makes a token.
@@ -118,6 +121,16 @@ class StepCosts(NamedTuple):
     depth: float
     passes: PassCosts
     drafter: PassCosts | None = None
+    # Relative times of the step with one draft, by its length and whether a draft model makes it.
+    # They are the same for all sequences.
+    _times: dict[tuple[int, bool], Floats] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @functools.cached_property
+    def _speed(self) -> float:
+        """Tokens per second of the step without draft tokens."""
+        return self.num_rows / self.passes.seconds(self.num_rows, self.depth)
 
     @property
     def mean_depth(self) -> float:
@@ -130,9 +143,11 @@ class StepCosts(NamedTuple):
         Returns:
             Rates [number of tokens + 1]. The first one is that without the draft.
         """
-        owners = [draft] * len(draft.token_ids)
-        gains, _ = self.gains_and_costs(_log_gains([draft])[0], owners, list(range(len(owners))))
-        rates: Floats = gains * (self.num_rows / self.passes.seconds(self.num_rows, self.depth))
+        count = len(draft.token_ids)
+        key = count, draft.is_modeled
+        if key not in self._times:
+            self._times[key] = self._relative_times(count, [draft] * count, list(range(count)))
+        rates: Floats = self._gains(_log_gains([draft])[0], self._times[key]) * self._speed
         return rates
 
     def gains_and_costs(
@@ -149,15 +164,27 @@ class StepCosts(NamedTuple):
         Returns:
             Speeds and added times, both relative to the step without draft tokens.
         """
-        made = np.zeros(len(log_gains) + 1)
-        np.cumsum(log_gains, out=made[1:])
-        added = np.arange(len(made), dtype=np.float64)
+        times = self._relative_times(len(log_gains), owners, places)
+        return self._gains(log_gains, times), times - 1
+
+    def _relative_times(
+        self, count: int, owners: Sequence[DraftProposal], places: list[int]
+    ) -> Floats:
+        """Return the times of the step with 0 to `count` draft tokens, relative to none."""
+        added = np.arange(count + 1, dtype=np.float64)
         depths = self.depth + added * self.mean_depth
         seconds = self.passes.seconds_of(self.num_rows + added, depths)
         if self.drafter is not None and any(one.is_modeled for one in owners):
             seconds[1:] += np.cumsum(self._drafting_seconds(self.drafter, owners, places))
-        times = seconds / seconds[0]
-        return np.exp(made / self.num_rows) / times, times - 1
+        times: Floats = seconds / seconds[0]
+        return times
+
+    def _gains(self, log_gains: Floats, times: Floats) -> Floats:
+        """Return the speeds of the step with 0 and more draft tokens, relative to none."""
+        made = np.zeros(len(log_gains) + 1)
+        np.cumsum(log_gains, out=made[1:])
+        gains: Floats = np.exp(made / self.num_rows) / times
+        return gains
 
     def _drafting_seconds(
         self, drafter: PassCosts, owners: Sequence[DraftProposal], places: list[int]

@@ -215,7 +215,25 @@ def test_passes_of_the_draft_model_count_as_part_of_the_step(ratio, chance):
     assert step.rates(draft).tolist() == pytest.approx([rate(length) for length in range(9)])
     (length,) = choose_lengths([draft], step)
     assert length == 0 or rate(length) == pytest.approx(max(map(rate, range(9))))
-    assert choose_lengths([draft], step._replace(drafter=None))[0] >= length
+    assert choose_lengths([draft], StepCosts(1, 0.0, costs))[0] >= length
+
+
+def test_the_rates_of_several_drafts_in_a_step_do_not_depend_on_their_order():
+    """The step computes its times once for each length and kind of source."""
+    costs = measured(lambda rows: 1 + 0.05 * rows)
+    drafter = measured(lambda rows: 0.3 + 0.05 * rows)
+    proposed = [
+        *by_model(0.5, 0.9, length=8),
+        *by_model(0.7, length=3),
+        *drafts(0.7, 0.9, length=8),
+        *drafts(0.6, length=3),
+    ]
+    alone = [StepCosts(2, 5.0, costs, drafter).rates(draft).tolist() for draft in proposed]
+    for order in (range(6), reversed(range(6))):
+        step = StepCosts(2, 5.0, costs, drafter)
+        assert {index: step.rates(proposed[index]).tolist() for index in order} == dict(
+            enumerate(alone)
+        )
 
 
 def test_sequences_share_the_passes_of_the_draft_model():
