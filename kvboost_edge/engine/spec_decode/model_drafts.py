@@ -365,7 +365,7 @@ class ModelDrafts:
         most: int,
         costs: StepCosts,
         other: DraftProposal | None,
-        match_length: int = 0,
+        match_length: int,
     ) -> DraftProposal | None:
         """Plan a draft, whose tokens are 0 until `complete`, or the filling for later drafts.
 

@@ -218,7 +218,7 @@ class PromptLookup:
         self._wrong = self._wrong * fading + (num_accepted < num_drafted)
 
     def learn_unverified(self, draft: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Record how much of a proposal was right that was not verified.
+        """Record how much of an unverified proposal was right.
 
         Args:
             draft: the proposal, empty for a step without one.
