@@ -356,8 +356,10 @@ def test_a_key_that_is_entered_during_a_refused_request_is_tried(visiting, live_
     while not refused:
         visit.wait_for_timeout(10)
     visit.settings(api_key="key")
+    # The page clears its figures when it has read the models with the key.
+    visit.evaluate("document.querySelector('#live-state').textContent = 'not cleared'")
     visit.press("#api-key", "Tab")
-    visit.shows("#model", "kvboost-edge/demo")
+    visit.shows("#live-state", "waiting for the server")
     refused[0].fulfill(status=401, json={"error": {"message": "no key"}})
     visit.shows("#live-state", "API key needed")
     visit.click("nav [data-view=live]")
