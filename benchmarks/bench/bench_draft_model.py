@@ -9,7 +9,8 @@ each time with an empty cache:
     off       no drafts
     lookup    speculation="auto" without the draft model
     auto      speculation="auto" with the draft model
-    llama N   llama-server with at most N draft tokens of the same pair, with --llama-server
+    llama N   llama.cpp's server with at most N draft tokens of the same pair, with --llama-server
+    ik N      the same of ik_llama.cpp, with --ik-server
 
 All ways answer a question one after another. The answers of our engines must be equal. A ratio is
 that of the time per token after the first one. Before each kind of question, the first one is
@@ -38,6 +39,10 @@ from benchmarks.engine_parts import pass_costs
 from kvboost_edge import CPUPagedEngine
 
 _BLOCKS = 256  # in the pool of each engine
+# Options of the other servers that set the largest number of draft tokens.
+_MOST_DRAFTS = {"llama": ("--spec-type", "draft-simple", "--spec-draft-n-max"), "ik": ("--draft",)}
+# Options that make the other servers faster.
+_FASTER = {"llama": (), "ik": ("--run-time-repack",)}
 
 
 class Answered(NamedTuple):
@@ -79,7 +84,7 @@ def _ours(engine: CPUPagedEngine, speculation: str) -> Way:
 
 
 def _theirs(port: int) -> Way:
-    """Return the way in which llama-server answers a single question."""
+    """Return the way in which another server answers a single question."""
 
     def answer(questions: Sequence[str], tokens: int) -> Answered:
         (question,) = questions
@@ -97,19 +102,20 @@ def _theirs(port: int) -> Way:
     return answer
 
 
-def _server_command(options: argparse.Namespace, most: int, port: int) -> list[str]:
-    """Return the command of a llama-server that drafts at most `most` tokens, or never for 0."""
+def _server_command(peer: str, options: argparse.Namespace, most: int, port: int) -> list[str]:
+    """Return the command of a server that drafts at most `most` tokens, or never for 0."""
     threads = str(options.threads)
+    server = {"llama": options.llama_server, "ik": options.ik_server}[peer]
     command = [
-        *(str(options.llama_server), "-m", str(options.model), "--port", str(port)),
-        *("-t", threads, "-tb", threads, "-c", "4096", "-np", "1"),
+        *(str(server), "-m", str(options.model), "--port", str(port)),
+        *("-t", threads, "-tb", threads, "-c", "4096", "-np", "1", *_FASTER[peer]),
     ]
     if not most:
         return command
     return [
         *command,
         *("-md", str(options.draft), "-td", threads, "-tbd", threads),
-        *("--spec-type", "draft-simple", "--spec-draft-n-max", str(most)),
+        *(*_MOST_DRAFTS[peer], str(most)),
     ]
 
 
@@ -180,12 +186,13 @@ def _options() -> argparse.ArgumentParser:
         "--kv-cache-bits", type=int, default=16, help="option of the engines (default: 16)"
     )
     options.add_argument("--llama-server", type=Path, help="llama.cpp's server, to compare with")
+    options.add_argument("--ik-server", type=Path, help="ik_llama.cpp's server, to compare with")
     options.add_argument(
-        "--llama-drafts",
+        "--peer-drafts",
         type=int,
         nargs="+",
         default=[0, 3, 8],
-        help="largest numbers of draft tokens of llama-server (default: 0 3 8)",
+        help="largest numbers of draft tokens of the other servers (default: 0 3 8)",
     )
     return options
 
@@ -193,8 +200,13 @@ def _options() -> argparse.ArgumentParser:
 def main() -> None:
     options = _options()
     chosen = options.parse_args()
-    if chosen.llama_server and chosen.together > 1:
-        options.error("--together is for our engines only; leave --llama-server out")
+    peers = [
+        name
+        for name, server in (("llama", chosen.llama_server), ("ik", chosen.ik_server))
+        if server is not None
+    ]
+    if peers and chosen.together > 1:
+        options.error("--together is for our engines only; leave the other servers out")
     if chosen.together < 1 or chosen.questions % chosen.together:
         options.error(
             f"--questions {chosen.questions} is not a multiple of --together {chosen.together}"
@@ -219,10 +231,11 @@ def main() -> None:
             "lookup": _ours(alone, "auto"),
             "auto": _ours(drafting, "auto"),
         }
-        for most in chosen.llama_drafts if chosen.llama_server else ():
-            port = free_port()
-            stack.enter_context(served(_server_command(chosen, most, port), port))
-            ways[f"llama {most}"] = _theirs(port)
+        for peer in peers:
+            for most in chosen.peer_drafts:
+                port = free_port()
+                stack.enter_context(served(_server_command(peer, chosen, most, port), port))
+                ways[f"{peer} {most}"] = _theirs(port)
         for kind in chosen.kinds:
             rows += measure(ways, kind, chosen.tokens, num_questions, chosen.together)
         passes = _pass_rows(drafting)
