@@ -41,8 +41,9 @@ from kvboost_edge import CPUPagedEngine
 _BLOCKS = 256  # in the pool of each engine
 # Options of the other servers that set the largest number of draft tokens.
 _MOST_DRAFTS = {"llama": ("--spec-type", "draft-simple", "--spec-draft-n-max"), "ik": ("--draft",)}
-# Options that make the other servers faster.
-_FASTER = {"llama": (), "ik": ("--run-time-repack",)}
+# Further options of the other servers. ik_llama.cpp is faster with repacked weights. Without the
+# other option, it writes a log file into the current folder.
+_OPTIONS = {"llama": (), "ik": ("--run-time-repack", "--log-disable")}
 
 
 class Answered(NamedTuple):
@@ -108,7 +109,7 @@ def _server_command(peer: str, options: argparse.Namespace, most: int, port: int
     server = {"llama": options.llama_server, "ik": options.ik_server}[peer]
     command = [
         *(str(server), "-m", str(options.model), "--port", str(port)),
-        *("-t", threads, "-tb", threads, "-c", "4096", "-np", "1", *_FASTER[peer]),
+        *("-t", threads, "-tb", threads, "-c", "4096", "-np", "1", *_OPTIONS[peer]),
     ]
     if not most:
         return command
