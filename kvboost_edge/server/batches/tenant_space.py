@@ -405,7 +405,11 @@ class TenantSpace:
         file = StoredFile(file_id, shown or "file", purpose, upload.num_bytes, now, now + seconds)
         finish_file(upload._file, self.path_of(file))
         with self._lock:
-            self._keep(file)
+            try:
+                self._keep(file)
+            except OSError:
+                self._unlink(self.path_of(file))
+                raise
         return file
 
     def _drop(self, upload: Upload) -> None:

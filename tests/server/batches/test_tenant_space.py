@@ -123,6 +123,21 @@ def test_an_aborted_upload_leaves_nothing(opened, tmp_path):
     assert len(opened().files()) == 0
 
 
+def test_an_upload_whose_description_cannot_be_written_leaves_nothing(
+    opened, tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    space = opened()
+    before = paths(tmp_path)
+    monkeypatch.setattr("kvboost_edge.server.batches.tenant_space._write_json", refuse)
+    with pytest.raises(OSError, match="the disk is full"):
+        put(space)
+    assert paths(tmp_path) == before
+    assert (space.files(), space.num_bytes) == ([], 0)
+
+
 def test_a_batch_that_cannot_be_written_keeps_its_last_state(opened, tmp_path, monkeypatch):
     def refuse(handle):
         raise OSError(errno.ENOSPC, "the disk is full")
