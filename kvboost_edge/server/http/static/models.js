@@ -55,6 +55,8 @@ export class Models {
   #timer = 0;
   #pause = INTERVAL_MS;
   #hurryUntil = 0;
+  #begun = 0; // number of reads so far
+  #latest = 0; // the latest read that has ended
 
   /** `key()`: the API key. */
   constructor(key) {
@@ -118,18 +120,31 @@ export class Models {
 
   async #read() {
     const key = this.#key();
+    this.#begun += 1;
+    const number = this.#begun;
     try {
       const answer = await readJsonFrom("/v1/models", key);
+      if (!this.#isLatest(number)) return;
       if (key === this.#key()) this.#take(answer);
       this.#pause = INTERVAL_MS;
     } catch (error) {
-      this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
-      this.problem = error.status === 401 ? KEY_NEEDED : "server not responding";
-      this.#tell(false);
+      if (this.#isLatest(number)) this.#report(error);
       throw error;
     } finally {
       this.#schedule();
     }
+  }
+
+  /** Returns whether no later read has ended before the read `number`, whose answer would be outdated then. */
+  #isLatest(number) {
+    this.#latest = Math.max(this.#latest, number);
+    return this.#latest === number;
+  }
+
+  #report(error) {
+    this.#pause = Math.min(2 * this.#pause, LONGEST_PAUSE_MS);
+    this.problem = error.status === 401 ? KEY_NEEDED : "server not responding";
+    this.#tell(false);
   }
 
   /** Reads again while the page is visible, if anything may change. */

@@ -363,6 +363,34 @@ def test_an_api_key_is_requested(visiting, keyed_server):
 
 
 @pytest.mark.full
+def test_a_late_refusal_of_an_earlier_key_is_ignored(visiting, live_server):
+    held = []
+
+    def answer_by_key(route):
+        if "authorization" in route.request.headers:
+            route.continue_()
+        else:
+            held.append(route)
+
+    visit = visiting(
+        live_server.base_url, prepare=lambda one: one.route("**/v1/models", answer_by_key)
+    )
+    visit.expected_failures = ("401",)
+    while not held:
+        visit.wait_for_timeout(10)
+    visit.settings(api_key="key")
+    visit.press("#api-key", "Tab")
+    visit.click("nav [data-view=models]")
+    visit.shows("#models-state", "live")
+    with visit.expect_response(lambda response: response.status == 401):
+        held[0].fulfill(status=401, json={"error": {"message": "no key"}})
+    visit.evaluate(
+        "fetch('/v1/blocks').then((response) => response.text())"
+    )  # the page has read the refusal by now
+    assert visit.inner_text("#models-state") == "live"
+
+
+@pytest.mark.full
 def test_long_names_fit_a_phone(visiting, live_server):
     page = ModelsPage(visiting, live_server, viewport={"width": 320, "height": 640})
     long = model("n" * 200, "not_loaded", failure="w" * 300, file_bytes=1)
