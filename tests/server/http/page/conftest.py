@@ -320,7 +320,8 @@ def visiting(pages):
 def visit(visiting, live_server):
     """Page of the server without API keys, after its first update."""
     visit = visiting(live_server.base_url)
-    visit.page.locator("#live-state", has_text="live").wait_for()
+    visit.shows("#model", "kvboost-edge/demo")  # the page has cleared what it showed before
+    visit.shows("#live-state", "live")
     return visit
 
 
