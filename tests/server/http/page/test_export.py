@@ -95,6 +95,7 @@ def test_a_chat_stored_by_an_older_page_is_exported(page):
     chat = {"title": "</script> ?", "changed": 1, "turns": turns}
     page.evaluate("(text) => localStorage.setItem('chat:x', text)", json.dumps(chat))
     page.reload()
+    page.shows("#model", "kvboost-edge/demo")
     page.select_option("#chats", label="</script> ?")
     name, text = exported(page, "Markdown")
     assert name == "script.md"
