@@ -294,6 +294,7 @@ def test_the_model_choice_fits_a_phone_and_works_by_keyboard(stand_in):
     made = Several(stand_in, viewport={"width": 320, "height": 640})
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
     page = made.page
+    expect(page.locator("#model-choice option").last).to_contain_text("nnn")
     for _ in range(4):  # from the message field over the log, the button and the choice of chats
         page.keyboard.press("Shift+Tab")
     expect(page.get_by_label("Model", exact=True)).to_be_focused()
