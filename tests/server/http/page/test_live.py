@@ -325,6 +325,7 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups(visit):
 @pytest.mark.full
 def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, live_server):
     visit = visiting(live_server.base_url, init_script=FAST_TIMERS)
+    visit.shows("#model", "kvboost-edge/demo")  # its arrival ends a pause
     visit.until("window.delays.filter((delay) => delay === 500).length > 3")
     visit.expected_failures = ("ERR_FAILED",)
     visit.evaluate("window.delays.length = 0")
