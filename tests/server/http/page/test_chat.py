@@ -147,6 +147,7 @@ def test_approximate_answers_are_requested_and_labelled(visit, answering):
     }
     answering(visit, "an answer", usage=usage, kvboost=told)
     assert "kvboost" not in _sent(visit, "Hello")
+    visit.answer()
     visit.click("nav [data-view=settings]")
     visit.get_by_label("Answers").select_option("Approximate")
     assert _sent(visit, "Again")["kvboost"] == {"mode": "chunk_kv_reuse"}
