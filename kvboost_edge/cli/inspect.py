@@ -192,11 +192,16 @@ def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, A
 
 
 def report_table(report: Mapping[str, Any], title: str) -> Table:
-    """Create a table of names and values. If a long reason repeats, refer to its first row."""
+    """Create a table of names and values, without empty values.
+
+    If a long reason repeats, its row refers to the first one.
+    """
     table = Table(title=title, title_justify="left", show_header=False)
     said: dict[str, str] = {}
     for name, value in report.items():
         text = shown(name, value)
+        if not text:
+            continue
         words = name.replace("_", " ")
         reason = text.removeprefix(_REFUSED)
         if len(reason) > _LONG and reason in said:

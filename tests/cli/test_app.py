@@ -457,6 +457,14 @@ def test_doctor_describes_the_machine_and_the_kernels(tiny_model_dir, answered):
     assert model["packed_file"].endswith("already packed") or model["packing_peak_bytes"] < 1e9
 
 
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_every_row_of_a_report_has_a_value(command, tiny_model_dir, printed):
+    lines = printed(command, tiny_model_dir).out.splitlines()
+    rows = [line.split("│")[1:3] for line in lines if line.startswith("│")]
+    assert rows
+    assert [name for name, value in rows if name.strip() and not value.strip()] == []
+
+
 def test_doctor_refuses_what_the_engine_would(
     tiny_model_dir, tmp_path, monkeypatch, answered, printed
 ):
