@@ -283,7 +283,7 @@ def _memory_of(
     report |= _packing(
         checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads
     )
-    return {**report, "knobs": _knobs(fit, packed, config)}
+    return {**report, "memory_options": _memory_options(fit, packed, config)}
 
 
 def _drafted(checkpoint: Checkpoint, config: EngineConfig) -> tuple[Selection, DraftPlan | None]:
@@ -387,7 +387,7 @@ def _packing(
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
 
-def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) -> str:
+def _memory_options(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) -> str:
     """List the options that reduce memory, and their effect."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [

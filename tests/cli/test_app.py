@@ -476,8 +476,10 @@ def test_doctor_refuses_what_the_engine_would(
     found = answered("doctor", *argv, code=1)[f"Model {tiny_model_dir}"]
     assert found["fits"] is False
     assert "(1000000000 blocks of " in found["fit_reason"]
-    assert "weights='int4'" not in found["knobs"], "the weights already have the suggested format"
-    assert "max_cache_bytes or num_blocks" in found["knobs"]
+    assert "weights='int4'" not in found["memory_options"], (
+        "the weights already have the suggested format"
+    )
+    assert "max_cache_bytes or num_blocks" in found["memory_options"]
     assert found["packed_file"].startswith(f"will be written to {tmp_path / 'packed'}: ")
     assert not (tmp_path / "packed").exists()
     message = " ".join(printed("generate", "Hello", "-m", *argv, code=1).err.split())
@@ -515,22 +517,24 @@ def test_doctor_reports_a_pool_too_large_for_the_torch_runner(tiny_model_dir, an
 
 
 def test_doctor_suggests_unused_options_that_save_memory(tiny_model_dir, tmp_path, answered):
-    def knobs(model, *options):
+    def memory_options(model, *options):
         given = (word for option in options for word in ("-o", option))
-        return answered("doctor", model, *given)[f"Model {model}"]["knobs"]
+        return answered("doctor", model, *given)[f"Model {model}"]["memory_options"]
 
-    assert "kv_cache_bits=8 or 4:" in knobs(tiny_model_dir)
-    assert "kv_cache_bits=4:" in knobs(tiny_model_dir, "kv_cache_bits=8")
-    assert "kv_cache_bits" not in knobs(tiny_model_dir, "kv_cache_bits=4")
-    assert "max_state_bytes" not in knobs(tiny_model_dir)
+    assert "kv_cache_bits=8 or 4:" in memory_options(tiny_model_dir)
+    assert "kv_cache_bits=4:" in memory_options(tiny_model_dir, "kv_cache_bits=8")
+    assert "kv_cache_bits" not in memory_options(tiny_model_dir, "kv_cache_bits=4")
+    assert "max_state_bytes" not in memory_options(tiny_model_dir)
     recurrent = save_tiny_model("lfm2", tmp_path)
-    assert "max_state_bytes or max_num_seqs: the states, " in knobs(recurrent)
-    assert "max_draft_tokens" not in knobs(recurrent), (
+    assert "max_state_bytes or max_num_seqs: the states, " in memory_options(recurrent)
+    assert "max_draft_tokens" not in memory_options(recurrent), (
         "drafts that were not requested need no memory"
     )
-    assert "max_draft_tokens" not in knobs(recurrent, "speculation=off", "max_draft_tokens=4")
-    assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "speculation=on")
-    assert "max_draft_tokens: draft tokens, " in knobs(recurrent, "max_draft_tokens=4")
+    assert "max_draft_tokens" not in memory_options(
+        recurrent, "speculation=off", "max_draft_tokens=4"
+    )
+    assert "max_draft_tokens: draft tokens, " in memory_options(recurrent, "speculation=on")
+    assert "max_draft_tokens: draft tokens, " in memory_options(recurrent, "max_draft_tokens=4")
 
 
 def test_doctor_shows_the_path_of_the_packed_weights(
