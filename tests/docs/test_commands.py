@@ -20,7 +20,15 @@ PAGES = [
 BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"\bkvboost-(edge|server)(?!\[)((?: +(?:\"[^\"]*\"|'[^']*'|[^\s\"'|&;)]+))*)")
 # Other programs, whose arguments contain our names.
-OF_OTHERS = ("docker ", "docs/deploy/try-image.sh ", "helm ", "journalctl ", "kubectl ", "sudo ")
+OF_OTHERS = (
+    "docker ",
+    "docs/deploy/try-image.sh ",
+    "helm ",
+    "journalctl ",
+    "kubectl ",
+    "rm ",
+    "sudo ",
+)
 FILES = ("my-model.gguf", "another", "embedding-model.gguf", "keys", "admin-keys")
 COMMANDS = typer.main.get_command(app).commands
 
