@@ -267,7 +267,8 @@ def half_closed(server, held, **body):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_half_closed_client_gets_its_answer(tiny_engine, held, stream):
-    with serving(tiny_engine) as server, half_closed(server, held, stream=stream) as sock:
+    more = {"stream": stream, "max_tokens": 500}  # many steps may pass before the first event
+    with serving(tiny_engine) as server, half_closed(server, held, **more) as sock:
         if stream:
             until_it_is_asked(sock, held)
         held.release()
@@ -276,7 +277,7 @@ def test_a_half_closed_client_gets_its_answer(tiny_engine, held, stream):
             response.begin()  # like every client it skips interim responses
             answer = response.read()
         with server.client() as client:
-            whole = client.post("/v1/completions", json={**TEXT, "stream": stream}).content
+            whole = client.post("/v1/completions", json={**TEXT, **more}).content
     assert response.status == 200
     assert texts(answer) == texts(whole) != ""
 
