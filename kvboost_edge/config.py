@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvboost_edge.errors import ConfigError
+from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.options import check_options, option, refuse_unknown
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "MAX_SESSION_BYTES",
     "MAX_WEIGHT",
     "MOST_DRAFT_TOKENS",
+    "PREFILLS",
     "SESSION_SECONDS",
     "ChunkStrategy",
     "EngineConfig",
@@ -28,10 +29,13 @@ __all__ = [
     "RecomputeStrategy",
     "disk_cache_root",
     "kv_bits_from_text",
+    "resolve_prefill",
 ]
 
 BACKGROUND = ("spare_time", "idle")
 """Ways to run a request in the background."""
+PREFILLS = ("exact", "sparse")
+"""Ways to compute a prompt."""
 
 MAX_RECOMPUTE_OVERLAP = 4096
 MAX_SESSIONS = 64  # of a tenant, by default
@@ -98,14 +102,9 @@ CHOICES: dict[str, tuple[str, ...]] = {  # allowed values by option
     "speculation": ("auto", "on", "off"),
     "mtp": ("auto", "off"),
     "arithmetic": ("exact", "wide"),
-    "prefill": ("exact", "sparse"),
+    "prefill": ("exact", "on-request", "sparse"),
     "generation_config": ("model", "none"),
 }
-# Options that make all answers of an engine approximate: (option, value, label).
-_APPROXIMATE_OPTIONS = (
-    ("arithmetic", "wide", "wide_arithmetic"),
-    ("prefill", "sparse", "sparse_prefill"),
-)
 _LEAST_DISK_BYTES = 1 << 20
 # More threads than any machine has cores. Each thread takes a stack, and the system limits their
 # number.
@@ -207,7 +206,8 @@ class EngineConfig:
         "Attention of prompts in the native runner. sparse is faster for long prompts: from 8,192 "
         "tokens on, prompt tokens attend only to the blocks with the highest estimated weight. "
         "The last tokens of a prompt and the answer attend to all tokens. Answers to such prompts "
-        "are approximate and marked as such",
+        "are approximate and marked as such. With on-request, only the requests that ask for it "
+        "are computed this way. With sparse, all requests are, except those that ask for exact",
         str,
         group="Model",
         choices=CHOICES["prefill"],
@@ -723,10 +723,20 @@ class EngineConfig:
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        """Labels of the options that make all answers approximate, such as "wide_arithmetic"."""
-        return tuple(
-            label for name, value, label in _APPROXIMATE_OPTIONS if getattr(self, name) == value
-        )
+        """Labels of the options that make answers approximate by default."""
+        return self.approximations_of(self.prefill_of(None))
+
+    def approximations_of(self, prefill: str) -> tuple[str, ...]:
+        """Return the labels of the options that make answers with this prefill approximate."""
+        labels = {
+            "wide_arithmetic": self.arithmetic == "wide",
+            "sparse_prefill": prefill == "sparse",
+        }
+        return tuple(label for label, applies in labels.items() if applies)
+
+    def prefill_of(self, choice: str | None) -> str:
+        """Return how the prompt of a request is computed, see `resolve_prefill`."""
+        return resolve_prefill(self.prefill, choice)
 
     @property
     def chunk_tokens(self) -> int:
@@ -758,6 +768,25 @@ class EngineConfig:
         if isinstance(value, tuple):
             return value
         return (16, 16) if value is None else (value, value)
+
+
+def resolve_prefill(option: str, choice: str | None) -> str:
+    """Return how the prompt of a request is computed: "exact" or "sparse".
+
+    Args:
+        option: the engine's option `prefill`.
+        choice: the request's choice, or None for the engine's default.
+
+    Raises:
+        RequestError: the engine does not support the choice.
+    """
+    if choice == "sparse" and option == "exact":
+        raise RequestError(
+            "prefill='sparse' is refused, because the engine computes all prompts with "
+            "prefill='exact'; start it with prefill='on-request' (--prefill on-request), or leave "
+            "out prefill"
+        )
+    return choice or ("sparse" if option == "sparse" else "exact")
 
 
 def disk_cache_root(directory: str | os.PathLike[str]) -> Path:

@@ -19,14 +19,19 @@ DENSE_TAIL = 128
 """Tokens at the end of a prompt that attend to all tokens."""
 
 
-def shareable_end(config: EngineConfig, num_prompt_tokens: int) -> int:
+def shareable_end(config: EngineConfig, num_prompt_tokens: int, prefill: str | None = None) -> int:
     """Return the number of leading tokens of a sequence whose KV may be shared.
 
     Generated tokens count too if they are shared. The result is a multiple of the block size, or
     ALL_TOKENS.
+
+    Args:
+        config: the engine's options.
+        num_prompt_tokens: length of the prompt.
+        prefill: the request's choice of prefill, or None for the engine's default.
     """
     size = config.block_size
-    if config.prefill == "sparse":
+    if config.prefill_of(prefill) == "sparse":
         return sparse_end(num_prompt_tokens, size)
     if config.arithmetic == "wide":
         return max(0, num_prompt_tokens - 1) // size * size

@@ -197,6 +197,11 @@ def _check_prefill(
         other = EngineConfig.from_options(**changed)
         if own.prefill == other.prefill:
             continue
+        if "on-request" in (own.prefill, other.prefill):
+            raise ConfigError(
+                "prefill='on-request' is exact, because the prompts of this command do not ask for "
+                "sparse prefill; use prefill='sparse'"
+            )
         size = (own if own.prefill == "sparse" else other).block_size
         if shareable.sparse_end(longest, size) == shareable.FIRST_POSITION:
             least = shareable.FIRST_POSITION + shareable.DENSE_TAIL + size

@@ -106,7 +106,7 @@ class EngineParts:
     """The components that an engine is built from.
 
     Attributes:
-        root: root of the engine's prefix hashes.
+        root: root of the engine's prefix hashes of prompts with exact prefill.
         identity: hash of the model, its numerics and the KV format. All tenants share it.
         memory_report: memory use by owner, such as weights and pool.
         backend_reason: why this backend was chosen.
@@ -362,7 +362,7 @@ def _load_options(
         progress=progress,
         short_vocabulary=short_vocabulary,
         arithmetic=config.arithmetic,
-        sparse=config.prefill == "sparse",
+        sparse=config.prefill != "exact",
     )
 
 
@@ -736,7 +736,8 @@ def _log_cuts(config: EngineConfig) -> None:
 def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
     """Return an identifier of the stored KV's format.
 
-    KV stored under equal identifiers is bit-identical for the same tokens.
+    KV stored under equal identifiers is bit-identical for the same tokens and the same prefill,
+    see `shared_root`.
     """
     # KV from another version or other kernel variants is not bit-identical, so the identifier
     # includes both.
@@ -749,7 +750,7 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
         found += f"/states {kv.bytes_per_state}"
     if config.rope_range != "short":
         found += f"/rope {config.rope_range}"
-    return "/".join((found, *config.approximations))
+    return "/".join((found, *config.approximations_of("exact")))
 
 
 def _regions(

@@ -34,7 +34,6 @@ from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import RequestBuilder
 from kvboost_edge.engine.samplers.vocabulary import WordFields
 from kvboost_edge.engine.sequence_factory import Sequences, make_model_drafts, make_scheduler
-from kvboost_edge.engine.sparse_prefill import prefill_of
 from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.blocking_calls import Calls
@@ -164,9 +163,8 @@ class CPUPagedEngine(Embeds, KVBoostViews):
             history_bytes=parts.history_bytes,
             models=make_model_drafts(drafter, parts.manager, info),
         )
-        prefill = prefill_of(config)
         self._sequences = Sequences(
-            parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids, prefill
+            parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids
         )
         self._core = EngineCore(
             parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks
@@ -230,10 +228,10 @@ class CPUPagedEngine(Embeds, KVBoostViews):
 
     @property
     def cache_root(self) -> bytes:
-        """Root of the prefix hashes of prompts without tenant and salt.
+        """Root of the prefix hashes of prompts with exact prefill and without tenant and salt.
 
-        `hashing.shared_root` derives the roots of other tenants and salts from this one. Engines
-        with equal roots have the same model and KV format.
+        `hashing.shared_root` derives the roots of other tenants, salts and kinds of prefill from
+        this one. Engines with equal roots have the same model and KV format.
         """
         return self._parts.root
 
@@ -256,9 +254,9 @@ class CPUPagedEngine(Embeds, KVBoostViews):
     def default_reuse_refusal(self) -> str | None:
         """Reason why mode="chunk_kv_reuse" is refused with the engine's options, or None.
 
-        The reason is `reuse_refusal` or a stored verdict of the quality gate.
+        The reason is `reuse_refusal`, sparse prefill or a stored verdict of the quality gate.
         """
-        return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
+        return self._reuse.default_refusal or self._gate.refusal(self._reuse.own_repair())
 
     # Methods for generation.
 
@@ -462,12 +460,18 @@ class CPUPagedEngine(Embeds, KVBoostViews):
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
-            self._reuse.own_repair()  # raises if the model or its runner does not support the mode
+            # Raises if the model, its runner or the prefill does not support the mode.
+            self._reuse.own_repair(prefill=terms.prefill)
             return _logged(self._documents.warm(alone, terms, handles))
         request = self._builder.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
         return _logged(
-            self.warm_result(request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt)
+            self.warm_result(
+                request.prompt_ids,
+                tenant=terms.tenant,
+                cache_salt=terms.cache_salt,
+                prefill=terms.prefill,
+            )
         )
 
     def check_reuse(self, **options: Any) -> Verdict:
@@ -488,6 +492,7 @@ class CPUPagedEngine(Embeds, KVBoostViews):
         *,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> WarmResult:
         """Compute a prompt if it is not cached, and pin its full blocks.
 
@@ -500,7 +505,9 @@ class CPUPagedEngine(Embeds, KVBoostViews):
         Raises:
             CapacityError: the pins would exceed `max_pinned_blocks`.
         """
-        return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
+        return self.warm(
+            prompt, tenant=tenant, cache_salt=cache_salt, prefill=prefill, pin=True, ttl=ttl
+        )
 
     def unpin(
         self,
@@ -508,6 +515,7 @@ class CPUPagedEngine(Embeds, KVBoostViews):
         *,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        prefill: str | None = None,
         holder: str | None = None,
     ) -> int:
         """Remove the pin of a prompt. Its blocks stay cached but can be evicted.
@@ -517,26 +525,31 @@ class CPUPagedEngine(Embeds, KVBoostViews):
                 prompt.
 
         Returns:
-            The number of blocks that no pin holds any more. 0 if this tenant and salt did not pin
-            the prompt.
+            The number of blocks that no pin holds any more. 0 if the prompt is not pinned with this
+            tenant, salt and prefill.
         """
-        terms = Terms(tenant=tenant, cache_salt=cache_salt)
+        terms = Terms(tenant=tenant, cache_salt=cache_salt, prefill=prefill)
         token_ids = self._builder.token_ids(prompt, terms)
         with self._core.reading():
             return self._parts.manager.pins.end(
-                token_ids[: shareable_end(self._config, len(token_ids))],
+                token_ids[: shareable_end(self._config, len(token_ids), prefill)],
                 self._builder.root(terms),
                 holder,
             )
 
     def warm_result(
-        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> WarmResult:
         """Return the cached part of a prompt in the form that `warm` returns.
 
         Nothing is computed.
         """
-        root = self._builder.root(Terms(tenant=tenant, cache_salt=cache_salt))
+        root = self._builder.root(Terms(tenant=tenant, cache_salt=cache_salt, prefill=prefill))
         with self._core.reading():
             # The last token of a prompt is never served from the cache, so look up one extra token.
             servable = self._parts.manager.peek((*token_ids, 0), root)
@@ -546,22 +559,25 @@ class CPUPagedEngine(Embeds, KVBoostViews):
             len(token_ids),
             config.chunk_tokens,
             config.block_size,
-            shareable_end(config, len(token_ids)),
+            shareable_end(config, len(token_ids), prefill),
         )
 
     warm_chunks = warm
 
     def kept_answers(
-        self, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> KeptAnswers:
-        """Return the stored token ids of this tenant's answers.
+        """Return the stored token ids of the answers to this tenant's requests.
 
         They are used automatically when a prompt is given as chat messages.
         """
-        owner, root = (
-            self._builder.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
-        )
-        return KeptAnswers(self._core.answers, owner, root)
+        terms = Terms(tenant=tenant, cache_salt=cache_salt, prefill=prefill)
+        owner = self._builder.tenant_root(terms)
+        return KeptAnswers(self._core.answers, owner, self._builder.root(terms))
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
         """Return the logits of token_ids[start:].

@@ -164,8 +164,9 @@ class RequestBuilder:
         for feature in self._features:
             fields.update(feature.prepare(inputs))
         index = next(self._next_index)
-        tenant = self._tenant_root(terms)
-        num_shareable = shareable.shareable_end(self._config, len(ids))
+        tenant = self.tenant_root(terms)
+        prefill = self._config.prefill_of(terms.prefill)
+        num_shareable = shareable.shareable_end(self._config, len(ids), prefill)
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
         request = Request(
             index=index,
@@ -189,7 +190,8 @@ class RequestBuilder:
             if terms.cache_key
             else None,
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
-            approximations=_approximations(self._config, num_shareable),
+            prefill=prefill,
+            approximations=_approximations(self._config, prefill, num_shareable),
             num_shareable=num_shareable,
             **fields,
         )
@@ -265,10 +267,12 @@ class RequestBuilder:
         return encode_prompt(prompt, self._parts.tokenizer, info.vocab_size, find)[1]
 
     def root(self, terms: Terms) -> bytes:
-        """Return the root of the prefix hashes for a tenant and salt."""
-        return shared_root(self._parts.root, terms.tenant, terms.cache_salt)
+        """Return the root of the prefix hashes for a tenant, salt and prefill."""
+        prefill = self._config.prefill_of(terms.prefill)
+        return shared_root(self._parts.root, terms.tenant, terms.cache_salt, prefill)
 
-    def _tenant_root(self, terms: Terms) -> bytes:
+    def tenant_root(self, terms: Terms) -> bytes:
+        """Return the root that identifies the tenant, whatever its salts and prefill."""
         return shared_root(self._parts.root, terms.tenant, None)
 
     def renumbered(self, request: Request) -> Request:
@@ -276,8 +280,8 @@ class RequestBuilder:
         return dataclasses.replace(request, index=next(self._next_index))
 
 
-def _approximations(config: EngineConfig, num_shareable: int) -> tuple[str, ...]:
+def _approximations(config: EngineConfig, prefill: str, num_shareable: int) -> tuple[str, ...]:
     """Return the labels of the options that make an answer approximate."""
-    if config.prefill == "sparse" and num_shareable == shareable.FIRST_POSITION:
+    if prefill == "sparse" and num_shareable == shareable.FIRST_POSITION:
         return ()  # no token is in the sparse range
-    return config.approximations
+    return config.approximations_of(prefill)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
@@ -12,7 +10,6 @@ from kvboost_edge.engine.non_prefix_reuse import SequenceSpans, SpanSharing
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import (
     Constraint,
-    Prefill,
     SequenceFeatures,
     SharedSpans,
 )
@@ -20,6 +17,7 @@ from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.sparse_prefill import make_prefill
 from kvboost_edge.engine.spec_decode.assistant import Assistant
 from kvboost_edge.engine.spec_decode.draft_model import DraftModel, DraftParts
 from kvboost_edge.engine.spec_decode.model_drafts import ModelDrafts
@@ -99,11 +97,7 @@ def _kind_of(drafter: DraftParts) -> type[DraftModel]:
 
 
 class Sequences:
-    """A thread-safe factory for an engine's sequences.
-
-    Args:
-        prefill: function that returns how a request's prompt is computed.
-    """
+    """A thread-safe factory for an engine's sequences."""
 
     def __init__(
         self,
@@ -111,13 +105,11 @@ class Sequences:
         speculation: Speculation,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        prefill: Callable[[Request], Prefill] = lambda request: Prefill(),
     ) -> None:
         self._tokenizer = tokenizer
         self._speculation = speculation
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self._masked = np.empty(vocab_size, np.float32)
-        self._prefill = prefill
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
         """Create the sequence of a request.
@@ -134,7 +126,7 @@ class Sequences:
                 drafting=self._speculation.drafting(request),
                 grammar=self._constraint(request),
                 spans=SharedSpans() if request.repair is None else SequenceSpans(request),
-                prefill=self._prefill(request),
+                prefill=make_prefill(request),
             ),
         )
 

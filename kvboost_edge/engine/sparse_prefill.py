@@ -8,19 +8,19 @@ tokens.
 A selection depends on all queries of a query block, so a step never cuts one. Where the range ends
 depends on the prompt's length. KV of tokens after the range is therefore not shared, see
 `shareable_end`.
+
+KV of sparse and of exact prefill never mixes, because the roots of their prefix hashes differ, see
+`shared_root`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvboost_edge import shareable
-from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Prefill
 from kvboost_edge.segments import QUERY_BLOCK
 
-__all__ = ["SparsePrefill", "prefill_of"]
+__all__ = ["SparsePrefill", "make_prefill"]
 
 
 class SparsePrefill(Prefill):
@@ -46,8 +46,6 @@ class SparsePrefill(Prefill):
         return (stop if stop > start else stop + QUERY_BLOCK) - start
 
 
-def prefill_of(config: EngineConfig) -> Callable[[Request], Prefill]:
-    """Return the function that makes the prefill of a request."""
-    if config.prefill == "sparse":
-        return SparsePrefill
-    return lambda request: Prefill()
+def make_prefill(request: Request) -> Prefill:
+    """Return the prefill of a request's sequence."""
+    return SparsePrefill(request) if request.prefill == "sparse" else Prefill()

@@ -130,12 +130,17 @@ def narrowed_root(root: bytes, name: str, value: str) -> bytes:
     return _digest_of(b"kvboost-edge narrowed root 1\n" + root, {name: value})
 
 
-def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> bytes:
-    """Return the root for prompts with this tenant and cache salt.
+def shared_root(
+    root: bytes, tenant: str | None, cache_salt: str | None, prefill: str = "exact"
+) -> bytes:
+    """Return the root for prompts with this tenant, cache salt and prefill.
 
-    Without a tenant or salt (None or ""), the result is the engine's `root`.
+    Without a tenant or salt (None or ""), the result for exact prefill is the engine's `root`.
     """
-    for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
+    narrowing = {"tenant": tenant, "cache_salt": cache_salt}
+    if prefill != "exact":
+        narrowing["prefill"] = prefill
+    for name, value in narrowing.items():
         root = narrowed_root(root, name, value) if value else root
     return root
 

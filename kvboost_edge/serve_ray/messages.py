@@ -13,6 +13,7 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.kvcache.hashing import narrowed_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.cache_records import EventBatch, ReplicaReport
 
@@ -26,6 +27,7 @@ __all__ = [
     "ReplicaUpdate",
     "Sent",
     "failure_of",
+    "settings_digest",
 ]
 
 _KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
@@ -86,6 +88,7 @@ class Description(NamedTuple):
         embedding_size: Length of an embedding; 0 if embeddings are not supported.
         default_reuse_refusal: Reason why non-prefix KV reuse with default options is not supported;
             None if it is.
+        prefill: The engine's option `prefill`.
     """
 
     replica: str
@@ -100,6 +103,17 @@ class Description(NamedTuple):
     generates: bool
     embedding_size: int
     default_reuse_refusal: str | None
+    prefill: str = "exact"
+
+    @property
+    def settings(self) -> str:
+        """Digest of everything that determines the KV and what requests may choose."""
+        return settings_digest(self.root, self.prefill)
+
+
+def settings_digest(root: bytes, prefill: str) -> str:
+    """Return `Description.settings` for an engine's root and option `prefill`."""
+    return (root if prefill == "exact" else narrowed_root(root, "prefill", prefill)).hex()
 
 
 class Sent(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import EngineConfig, resolve_prefill
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
@@ -40,6 +40,7 @@ __all__ = ["ReplicaView", "ReplicatedEngine"]
 # Time after which a replica without an answer is left out.
 _ASKING_SECONDS = 10.0  # for actions
 _SAYING_SECONDS = 5.0  # for statistics
+_WHOSE = ("tenant", "cache_salt", "prefill")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class ReplicatedEngine:
         about = self._about
         info = about.info
         params.check_vocabulary(info.vocab_size)
-        root = shared_root(about.root, terms.tenant, terms.cache_salt)
+        root = self._root(terms.tenant, terms.cache_salt, terms.prefill)
         text, ids = encode_prompt(
             prompt, self._tokenizer, info.vocab_size, functools.partial(self._answers.find, root)
         )
@@ -220,24 +221,28 @@ class ReplicatedEngine:
         # Prompts with the prefix go to the replica that has it. Prompts with the documents may go
         # to any replica.
         if documents is None and not position_offset:
-            terms = {name: options[name] for name in ("tenant", "cache_salt") if name in options}
+            whose = {name: options[name] for name in _WHOSE if name in options}
             handle = self.submit(text or "", sampling=SamplingParams(max_new_tokens=0), **options)
             if handles is not None:
                 handles.append(handle)
             handle.result()
             _, ids = encode_prompt(text or "", self._tokenizer, self._about.info.vocab_size)
-            return self.warm_result(ids, **terms)
+            return self.warm_result(ids, **whose)
         held: dict[str, Any] = {**options, "handles": handles, "documents": documents}
         found: WarmResult = self._compute("warm", (text, position_offset), held, everywhere=True)
         return found
 
     def warm_result(
-        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> WarmResult:
         """Return the result of the replica that holds the largest part of the prompt."""
-        found: list[WarmResult] = self._ask(
-            "warm_result", encode_tokens(token_ids), tenant, cache_salt
-        )
+        whose = {"tenant": tenant, "cache_salt": cache_salt, "prefill": prefill}
+        found: list[WarmResult] = self._ask("warm_result", encode_tokens(token_ids), whose)
         return max(found, key=int)
 
     def unpin(
@@ -246,19 +251,23 @@ class ReplicatedEngine:
         *,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        prefill: str | None = None,
         holder: str | None = None,
     ) -> int:
-        find = functools.partial(
-            self._answers.find, shared_root(self._about.root, tenant, cache_salt)
-        )
+        whose = {"tenant": tenant, "cache_salt": cache_salt, "prefill": prefill}
+        find = functools.partial(self._answers.find, self._root(tenant, cache_salt, prefill))
         _, ids = encode_prompt(prompt, self._tokenizer, self._about.info.vocab_size, find)
-        return sum(self._ask("unpin", encode_tokens(ids), tenant, cache_salt, holder))
+        return sum(self._ask("unpin", encode_tokens(ids), whose, holder))
 
     def kept_answers(
-        self, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> KeptAnswers:
-        owner, root = (shared_root(self._about.root, tenant, salt) for salt in (None, cache_salt))
-        return KeptAnswers(self._answers, owner, root)
+        owner = shared_root(self._about.root, tenant, None)
+        return KeptAnswers(self._answers, owner, self._root(tenant, cache_salt, prefill))
 
     def reset_cache(self) -> int:
         return sum(self._ask("reset_cache"))
@@ -329,6 +338,11 @@ class ReplicatedEngine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _root(self, tenant: str | None, cache_salt: str | None, prefill: str | None) -> bytes:
+        """Return the root of the replicas' prefix hashes. May raise RequestError."""
+        about = self._about
+        return shared_root(about.root, tenant, cache_salt, resolve_prefill(about.prefill, prefill))
+
     def _check_open(self) -> None:
         if not self._replicas.is_open:
             raise KVBoostError("the pool of replicas is closed; start the server again")
@@ -370,9 +384,11 @@ class ReplicatedEngine:
         return None if flight is None else flight.progress
 
     def _keep(self, sent: Sent, text: str, ids: list[int]) -> None:
-        self.kept_answers(tenant=sent.terms.tenant, cache_salt=sent.terms.cache_salt).keep(
-            text, ids
+        terms = sent.terms
+        answers = self.kept_answers(
+            tenant=terms.tenant, cache_salt=terms.cache_salt, prefill=terms.prefill
         )
+        answers.keep(text, ids)
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every replica, and return the answers.

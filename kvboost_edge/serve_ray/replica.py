@@ -31,6 +31,7 @@ from kvboost_edge.serve_ray.messages import (
     ReplicaUpdate,
     Sent,
     failure_of,
+    settings_digest,
 )
 from kvboost_edge.serve_ray.model_files import model_digest
 from kvboost_edge.serve_ray.routing.cache_records import Cursor, Place
@@ -185,7 +186,7 @@ class EngineReplica:
         return {
             "version": __version__,
             "model": self._model,
-            "root": self._engine.cache_root.hex(),
+            "root": settings_digest(self._engine.cache_root, self._engine.config.prefill),
         }
 
     def close(self) -> None:
@@ -254,8 +255,11 @@ class EngineReplica:
     def _came(self, sent: Sent, handle: RequestHandle, events: Any, result: Any) -> Came:
         kept = None
         if result is not None and result.finish_reason in ("stop", "length"):
-            whose = {"tenant": sent.terms.tenant, "cache_salt": sent.terms.cache_salt}
-            kept = self._engine.kept_answers(**whose).find(result.output_text)
+            terms = sent.terms
+            answers = self._engine.kept_answers(
+                tenant=terms.tenant, cache_salt=terms.cache_salt, prefill=terms.prefill
+            )
+            kept = answers.find(result.output_text)
         return Came(
             self.name,
             events,
@@ -359,6 +363,7 @@ class EngineReplica:
             generates=engine.generates,
             embedding_size=engine.embedding_size,
             default_reuse_refusal=engine.default_reuse_refusal,
+            prefill=engine.config.prefill,
         )
 
     async def _tell(self, cursor: Cursor) -> ReplicaUpdate:
@@ -417,20 +422,14 @@ class EngineReplica:
         return await asyncio.to_thread(self._engine.reset_cache)
 
     async def _unpin(
-        self, tokens: bytes, tenant: str | None, cache_salt: str | None, holder: str | None
+        self, tokens: bytes, whose: Mapping[str, str | None], holder: str | None
     ) -> int:
         ids = decode_tokens(tokens)
-        return await asyncio.to_thread(
-            lambda: self._engine.unpin(ids, tenant=tenant, cache_salt=cache_salt, holder=holder)
-        )
+        return await asyncio.to_thread(lambda: self._engine.unpin(ids, **whose, holder=holder))
 
-    async def _warm_result(
-        self, tokens: bytes, tenant: str | None, cache_salt: str | None
-    ) -> WarmResult:
+    async def _warm_result(self, tokens: bytes, whose: Mapping[str, str | None]) -> WarmResult:
         ids = decode_tokens(tokens)
-        return await asyncio.to_thread(
-            lambda: self._engine.warm_result(ids, tenant=tenant, cache_salt=cache_salt)
-        )
+        return await asyncio.to_thread(lambda: self._engine.warm_result(ids, **whose))
 
     async def _free_blocks(self) -> int:
         try:

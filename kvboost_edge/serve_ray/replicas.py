@@ -381,7 +381,7 @@ class Replicas:
         found = await self._ask_quietly(name, "describe")
         if (
             isinstance(found, Description)
-            and found.root.hex() == self._root
+            and found.settings == self._root
             and self._is_about_gone()
         ):
             self.about = found

@@ -110,7 +110,12 @@ class Engine(StatsProvider, Protocol):
     ) -> WarmResult: ...
 
     def warm_result(
-        self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> WarmResult: ...
 
     def unpin(
@@ -119,11 +124,16 @@ class Engine(StatsProvider, Protocol):
         *,
         tenant: str | None = None,
         cache_salt: str | None = None,
+        prefill: str | None = None,
         holder: str | None = None,
     ) -> int: ...
 
     def kept_answers(
-        self, *, tenant: str | None = None, cache_salt: str | None = None
+        self,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        prefill: str | None = None,
     ) -> KeptAnswers: ...
 
     def reset_cache(self) -> int: ...

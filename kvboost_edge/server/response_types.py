@@ -230,7 +230,7 @@ class SamplingValues(_Response):
 
 _APPROXIMATIONS_DESCRIPTION = (
     "Options that make answers approximate: wide_arithmetic for --arithmetic wide, sparse_prefill "
-    "for --prefill sparse"
+    "for sparse prefill"
 )
 
 
@@ -261,7 +261,10 @@ class Model(_Response):
     ]
     approximations: Annotated[
         list[str] | None,
-        Field(description=f"{_APPROXIMATIONS_DESCRIPTION}, which applies to long prompts only."),
+        Field(
+            description=f"{_APPROXIMATIONS_DESCRIPTION}, which applies to long prompts only. What "
+            "requests choose is left out."
+        ),
     ]
     meta: ModelMeta | None
     state: Phase

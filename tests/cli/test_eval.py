@@ -269,6 +269,7 @@ def test_eval_takes_a_file_or_questions(extra, tiny_model_dir, refused):
         (["--against", "no_such=1"], "no_such"),
         (["--arithmetic", "exact"], "arithmetic=exact changes no option"),
         (["-o", "prefill=sparse", "--prefill", "sparse"], "give another value"),
+        (["--prefill", "on-request"], "prefill='on-request' is exact"),
         (["--window", "513"], "window=513 exceeds the model's context; give at most 512 tokens"),
     ],
 )

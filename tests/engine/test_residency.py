@@ -9,19 +9,25 @@ PROMPT = list(range(20, 70))  # three full blocks and two tokens
 
 
 def test_cache_events_describe_the_resident_blocks():
-    with fake_engine(num_blocks=32) as engine:
+    with fake_engine(num_blocks=32, prefill="on-request") as engine:
         size = engine.config.block_size
         assert engine.take_cache_events().is_whole
-        for terms in ({}, {"tenant": "a"}, {"tenant": "a", "cache_salt": "s"}):
+        salted = {"tenant": "a", "cache_salt": "s"}
+        for terms in ({}, {"tenant": "a"}, salted, {**salted, "prefill": "sparse"}):
             engine.generate(PROMPT, 2, **terms)
-            root = shared_root(engine.cache_root, terms.get("tenant"), terms.get("cache_salt"))
+            root = shared_root(
+                engine.cache_root,
+                terms.get("tenant"),
+                terms.get("cache_salt"),
+                terms.get("prefill", "exact"),
+            )
             events = engine.take_cache_events()
             assert not events.is_whole
             # Each tenant reports its own blocks and no others.
             assert set(events.published) == set(prefix_hashes(PROMPT, root, size))
             assert events.evicted == ()
         told = set(engine.take_cache_events(whole=True).published)
-        assert len(told) == 3 * (len(PROMPT) // size)
+        assert len(told) == 4 * (len(PROMPT) // size)
         engine.reset_cache()
         assert set(engine.take_cache_events().evicted) == told
 

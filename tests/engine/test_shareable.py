@@ -12,8 +12,12 @@ from kvboost_edge.errors import RequestError
 
 SIZE = 16
 PROMPT = np.random.default_rng(1).integers(3, 250, 896).tolist()  # a multiple of the block size
-# Tokens of PROMPT whose KV is shared, by option.
-OPTIONS = {"wide": ({"arithmetic": "wide"}, 880), "sparse": ({"prefill": "sparse"}, 768)}
+# Engine options, tokens of PROMPT whose KV is shared, and terms of the requests.
+OPTIONS = {
+    "wide": ({"arithmetic": "wide"}, 880, {}),
+    "sparse": ({"prefill": "sparse"}, 768, {}),
+    "on-request": ({"prefill": "on-request"}, 768, {"prefill": "sparse"}),
+}
 GREEDY = {"max_new_tokens": 20, "temperature": 0.0, "logprobs": 1}
 
 
@@ -32,7 +36,7 @@ def option(request):
 @pytest.fixture
 def fake(option):
     with fake_engine(200, 2000, **option[0]) as engine:
-        yield engine, option[1]
+        yield engine, *option[1:]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +58,8 @@ def engine(model, option):
 
 
 @pytest.fixture(scope="module")
-def cold(engine):
-    return seen(engine.generate(PROMPT, mode="baseline", **GREEDY))
+def cold(engine, option):
+    return seen(engine.generate(PROMPT, mode="baseline", **GREEDY, **option[2]))
 
 
 def seen(result):
@@ -63,28 +67,31 @@ def seen(result):
 
 
 def test_a_pin_holds_the_shareable_blocks_until_unpin(fake):
-    engine, shared = fake
-    engine.pin(PROMPT)
+    engine, shared, terms = fake
+    engine.pin(PROMPT, **terms)
     engine.reset_cache()
     assert engine.paged_stats()["pinned_blocks"] == shared // SIZE
-    assert engine.generate(PROMPT, 2).cached_tokens == shared
-    assert [engine.unpin(PROMPT) for _ in range(2)] == [shared // SIZE, 0]
+    assert engine.generate(PROMPT, 2, **terms).cached_tokens == shared
+    if terms:
+        assert engine.unpin(PROMPT) == 0
+    assert [engine.unpin(PROMPT, **terms) for _ in range(2)] == [shared // SIZE, 0]
     assert engine.paged_stats()["pinned_blocks"] == 0
 
 
 def test_pins_at_the_end_of_a_prompt_hold_its_shareable_blocks(fake):
-    engine, shared = fake
-    handle = engine.submit(PROMPT, max_new_tokens=2, pins=((len(PROMPT), 60.0), (100, 60.0)))
+    engine, shared, terms = fake
+    pins = ((len(PROMPT), 60.0), (100, 60.0))
+    handle = engine.submit(PROMPT, max_new_tokens=2, pins=pins, **terms)
     handle.result(30)
     assert handle.pinned_tokens == shared
     assert engine.paged_stats()["pinned_blocks"] == shared // SIZE
 
 
 def test_results_and_statistics_count_the_tokens_that_are_not_shared(fake):
-    engine, shared = fake
-    engine.generate(PROMPT, 2)
+    engine, shared, terms = fake
+    engine.generate(PROMPT, 2, **terms)
     before = engine.paged_stats()
-    again = engine.generate(PROMPT, 2)
+    again = engine.generate(PROMPT, 2, **terms)
     # The last block is computed again in wide arithmetic, as in exact engines with quantized KV.
     assert again.miss_reason == ("tail" if shared == 880 else "private_tail")
     after = engine.paged_stats()
@@ -93,8 +100,8 @@ def test_results_and_statistics_count_the_tokens_that_are_not_shared(fake):
 
 
 def test_warm_reports_the_tokens_that_are_not_kept(fake):
-    engine, shared = fake
-    warmed = engine.warm(PROMPT)
+    engine, shared, terms = fake
+    warmed = engine.warm(PROMPT, **terms)
     is_wide = shared == 880  # fewer than 32 tokens are missing
     assert warmed.chunks_stored == (7 if is_wide else 6)
     assert warmed.chunk_boundary_aligned == is_wide
@@ -121,8 +128,8 @@ def test_preemption_and_drafts_do_not_change_answers(model, option, cold):
     limits = {"max_batch_tokens": 40, "num_blocks": 79, "max_num_seqs": 2}
     with opened(model, option, speculation="on", **limits) as small:
         other = small.submit(PROMPT[300:600], max_new_tokens=90, temperature=0.0)
-        results = [small.submit(PROMPT, **GREEDY).result(60), other.result(60)]
-        again = small.generate(PROMPT, **GREEDY)
+        results = [small.submit(PROMPT, **GREEDY, **option[2]).result(60), other.result(60)]
+        again = small.generate(PROMPT, **GREEDY, **option[2])
     assert seen(results[0]) == seen(again) == cold
     assert sum(one.preemptions for one in results) > 0
     assert again.drafted_tokens > 0

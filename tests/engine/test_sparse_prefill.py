@@ -1,4 +1,4 @@
-"""Sparse prefill in an engine: equal bits however a prompt is computed, and KV that exact engines
+"""Sparse prefill in an engine: equal bits however a prompt is computed, and KV that exact requests
 never see.
 """
 
@@ -23,9 +23,11 @@ def model(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=1024)
 
 
-@pytest.fixture(autouse=True)
-def early_start(monkeypatch):
-    monkeypatch.setattr(shareable, "FIRST_POSITION", FIRST)
+@pytest.fixture(scope="module", autouse=True)
+def early_start():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shareable, "FIRST_POSITION", FIRST)
+        yield
 
 
 def engine(model, **options):
@@ -111,13 +113,98 @@ def test_only_prompts_with_a_sparse_range_are_labelled(model):
             assert results[0].approximate == (length == end) == (not is_equal)
 
 
-def test_the_disk_tier_keeps_sparse_and_exact_blocks_apart(model, tmp_path):
-    for prefill in ("exact", "sparse", "exact"):
-        with engine(model, prefill=prefill, disk_cache_dir=tmp_path) as one:
-            found = one.generate(TEXT, **GREEDY).cached_tokens
-    assert found > 800
-    with engine(model, prefill="sparse", disk_cache_dir=tmp_path) as one:
-        assert one.generate(TEXT, **GREEDY).cached_tokens == 768
+def turns(one, **terms):
+    """Return the answers to a prompt, to the prompt again and to the next turn, with the number of
+    cached tokens and the labels of each.
+    """
+    first = one.generate(TEXT, **GREEDY, **terms)
+    more = [*TEXT, *first.output_token_ids, *OTHER[:60]]
+    results = [first, *(one.generate(ids, **GREEDY, **terms) for ids in (TEXT, more))]
+    return [(answer(each), each.cached_tokens, each.approximations) for each in results]
+
+
+def hashes_of(one):
+    return set(one.take_cache_events(whole=True).published)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """The results of `turns` and the hashes of the blocks, by the prefill of an engine without a
+    choice.
+    """
+    found = {}
+    for prefill in ("exact", "sparse"):
+        with engine(model, prefill=prefill) as one:
+            found[prefill] = turns(one), hashes_of(one)
+    assert found["exact"][0] != found["sparse"][0]
+    assert not found["exact"][1] & found["sparse"][1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("option", "choice", "prefill"),
+    [
+        ("exact", "exact", "exact"),
+        ("on-request", None, "exact"),
+        ("on-request", "exact", "exact"),
+        ("on-request", "sparse", "sparse"),
+        ("sparse", "sparse", "sparse"),
+        ("sparse", "exact", "exact"),
+    ],
+)
+def test_a_request_has_the_bits_and_blocks_of_an_engine_with_its_prefill(
+    model, alone, option, choice, prefill
+):
+    other = {"exact": "sparse", "sparse": "exact"}[prefill]
+    with engine(model, prefill=option) as one:
+        if option != "exact":
+            assert turns(one, prefill=other) == alone[other][0]
+        assert turns(one, prefill=choice) == alone[prefill][0]
+        assert alone[prefill][1] <= hashes_of(one)
+
+
+def test_requests_of_both_kinds_in_a_batch_have_the_bits_of_each_alone(model):
+    asked = [(ids, kind) for ids in (OTHER, TEXT) for kind in ("sparse", "exact")]
+    with engine(model, prefill="on-request") as one:
+        single = [answer(one.generate(ids, prefill=kind, **GREEDY)) for ids, kind in asked]
+    assert single[0] != single[1]
+    assert single[2] != single[3]
+    with engine(model, prefill="on-request", max_batch_tokens=40, max_num_seqs=4) as small:
+        handles = [small.submit(ids, prefill=kind, **GREEDY) for ids, kind in asked]
+        assert [answer(handle.result()) for handle in handles] == single
+
+
+# The engine's option and the request's choice of what wrote the blocks and of what reads them.
+EXACT, SPARSE = ("exact", None), ("sparse", None)
+ASKED = ("on-request", "sparse")
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "found"),
+    [
+        (EXACT, EXACT, 896),
+        (EXACT, SPARSE, 0),
+        (EXACT, ("on-request", None), 896),
+        (EXACT, ("sparse", "exact"), 896),
+        (EXACT, ASKED, 0),
+        (SPARSE, SPARSE, 768),
+        (SPARSE, EXACT, 0),
+        (SPARSE, ASKED, 768),
+        (SPARSE, ("on-request", None), 0),
+        (ASKED, SPARSE, 768),
+        (ASKED, EXACT, 0),
+        (("on-request", None), EXACT, 896),
+    ],
+)
+def test_the_disk_tier_gives_each_request_the_blocks_of_its_prefill(
+    model, alone, tmp_path, writer, reader, found
+):
+    for option, choice in (writer, reader):
+        with engine(model, prefill=option, disk_cache_dir=tmp_path) as one:
+            result = one.generate(TEXT, prefill=choice, **GREEDY)
+            kind = one.config.prefill_of(choice)
+    assert result.hit_tokens.get("disk", 0) == found
+    assert answer(result) == alone[kind][0][0][0]
 
 
 @pytest.mark.parametrize(
@@ -127,13 +214,34 @@ def test_the_disk_tier_keeps_sparse_and_exact_blocks_apart(model, tmp_path):
         ({"backend": "reference"}, "only 'cpu' selects blocks"),
         ({"max_batch_tokens": 8}, "must be at least 16"),
         ({"max_model_len": 655}, "context of 655 tokens is too short.*at least 656 tokens"),
-        ({"runner": "torch", "weights": "auto"}, "prefill='sparse'"),
+        ({"runner": "torch", "weights": "auto"}, "prefill='(sparse|on-request)'"),
     ],
     ids=str,
 )
-def test_other_options_are_refused_by_name(model, options, reason):
+@pytest.mark.parametrize("prefill", ["sparse", "on-request"])
+def test_other_options_are_refused_by_name(model, options, reason, prefill):
     with pytest.raises(ConfigError, match=reason):
-        engine(model, **options)
+        engine(model, prefill=prefill, **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "choice", "reason"),
+    [
+        ("exact", "sparse", "prefill='sparse' is refused.*start it with prefill='on-request'"),
+        ("on-request", "on-request", "prefill='on-request' is not one of 'exact', 'sparse'"),
+    ],
+)
+def test_a_choice_that_the_engine_does_not_have_is_refused_by_every_call(
+    model, option, choice, reason
+):
+    with engine(model, prefill=option) as one:
+        calls = (
+            *(one.generate, one.submit, one.check, one.warm, one.pin, one.unpin, one.warm_result),
+            lambda ids, **terms: one.kept_answers(**terms),
+        )
+        for call in calls:
+            with pytest.raises(RequestError, match=reason):
+                call(TEXT, prefill=choice)
 
 
 def test_models_without_a_layer_that_selects_blocks_are_refused(tmp_path):
@@ -142,6 +250,31 @@ def test_models_without_a_layer_that_selects_blocks_are_refused(tmp_path):
         engine(path)
 
 
-def test_reuse_at_other_positions_is_refused(model):
-    with engine(model) as one, pytest.raises(RequestError, match="prefill='sparse'"):
-        one.generate(TEXT, mode="chunk_kv_reuse", **GREEDY)
+REUSE = {"mode": "chunk_kv_reuse", "recompute_strategy": "none", **GREEDY}
+
+
+@pytest.mark.parametrize(("option", "choice"), [("sparse", None), ("on-request", "sparse")])
+def test_sparse_requests_cannot_reuse_kv_at_other_positions(model, option, choice):
+    with engine(model, prefill=option) as one:
+        for call in (
+            lambda: one.generate(TEXT, prefill=choice, **REUSE),
+            lambda: one.warm(documents=[TEXT[:400]], prefill=choice),
+        ):
+            with pytest.raises(RequestError, match=r"prefill='sparse'.*use prefill='exact'"):
+                call()
+        assert one.reuse_refusal is None
+        assert (one.default_reuse_refusal is None) == (option == "on-request")
+
+
+@pytest.mark.parametrize("option", ["sparse", "on-request"])
+def test_exact_requests_reuse_only_exact_kv_at_other_positions(model, option):
+    moved = [*OTHER[:40], *TEXT[:800]]
+    with engine(model, prefill=option, reuse_gate="off") as one:
+        one.generate(TEXT, prefill="sparse", **GREEDY)
+        assert one.generate(moved, prefill="exact", **REUSE).reused_span_tokens == 0
+        one.reset_cache()
+        one.generate(TEXT, prefill="exact", **GREEDY)
+        assert one.generate(moved, prefill="exact", **REUSE).reused_span_tokens > 700
+        one.reset_cache()
+        one.warm(documents=[TEXT[:600]], prefill="exact")
+        assert one.generate(moved, prefill="exact", **REUSE).reused_span_tokens > 500

@@ -213,7 +213,7 @@ FAULTS = (
     fault(
         "unpins only prompts whose KV is shared to the end",
         "engine/engine.py",
-        "token_ids[: shareable_end(self._config, len(token_ids))],",
+        "token_ids[: shareable_end(self._config, len(token_ids), prefill)],",
         "token_ids,",
         "tests/engine/test_shareable.py",
     ),
@@ -223,6 +223,20 @@ FAULTS = (
         "shared = min(whole, record.num_shareable, closest.num_shareable)",
         "shared = whole",
         "tests/server/cache_report/test_diagnosis.py",
+    ),
+    fault(
+        "computes each prompt with the engine's default prefill",
+        "config.py",
+        'return choice or ("sparse"',
+        'return ("sparse"',
+        *_SPARSE_PREFILL,
+    ),
+    fault(
+        "lets sparse requests reuse KV at other positions",
+        "engine/non_prefix_reuse.py",
+        "(SPARSE_PREFILL if is_sparse else None)",
+        "None",
+        *_SPARSE_PREFILL,
     ),
     fault(
         "labels exact answers to short prompts as sparse prefill",

@@ -127,9 +127,16 @@ FAULTS = (
     fault(
         "gives all tenants the same root hash",
         "kvcache/hashing.py",
-        '(("tenant", tenant), ("cache_salt", cache_salt))',
-        '(("cache_salt", cache_salt),)',
+        '{"tenant": tenant, "cache_salt": cache_salt}',
+        '{"cache_salt": cache_salt}',
         "tests/engine/test_terms.py",
+    ),
+    fault(
+        "gives sparse and exact prefill the same root hash",
+        "kvcache/hashing.py",
+        'if prefill != "exact":',
+        "if False:",
+        "tests/engine/test_sparse_prefill.py",
     ),
     fault(
         "writes into quantized blocks again",

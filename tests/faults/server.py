@@ -349,8 +349,8 @@ _ISOLATION = (
     fault(
         "lets any key end a pin by sending its text",
         "server/api/routes/cache.py",
-        'whose: dict[str, Any] = {"tenant": admission.tenant, "cache_salt": body.cache_salt}',
-        'whose: dict[str, Any] = {"tenant": None, "cache_salt": body.cache_salt}',
+        '"tenant": admission.tenant,',
+        '"tenant": None,',
         "tests/server/api/test_endpoints.py::test_a_tenant_cannot_unpin_another_tenants_text",
     ),
     fault(
@@ -378,16 +378,30 @@ _ISOLATION = (
     fault(
         "compares prompts with a request that never started",
         "server/cache_report/recent_requests.py",
-        "            if kept.salt == salt and kept.record.has_started\n",
-        "            if kept.salt == salt\n",
+        "            and kept.record.has_started\n        )\n        alike",
+        "        )\n        alike",
         "tests/server/api/test_doctor.py::test_requests_that_time_out_before_a_token_are_listed",
     ),
     fault(
         "compares a prompt with prompts under another salt",
         "server/cache_report/recent_requests.py",
-        "            if kept.salt == salt and kept.record.has_started\n",
-        "            if kept.record.has_started\n",
+        "(kept.salt, kept.record.prefill) == (salt, record.prefill)",
+        "kept.record.prefill == record.prefill",
         f"{_RECORDS}::test_the_closest_record_has_the_longest_prefix_of_the_same_tenant_and_salt",
+    ),
+    fault(
+        "compares a prompt with prompts of the other prefill",
+        "server/cache_report/recent_requests.py",
+        "(kept.salt, kept.record.prefill) == (salt, record.prefill)",
+        "kept.salt == salt",
+        "tests/server/api/test_shareable.py",
+    ),
+    fault(
+        "restores a session with the server's default prefill",
+        "server/api/routes/sessions.py",
+        'prefill=check_prefill(state, found.info.prefill, "name"),',
+        "prefill=None,",
+        "tests/server/api/test_shareable.py",
     ),
     Fault(
         "reorders tools to the order that another key sent",

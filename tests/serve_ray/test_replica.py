@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,12 +12,16 @@ from helpers.models.tiny_models import save_tiny_model
 from helpers.serve_ray.router_beliefs import beliefs, check_router
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
+from kvboost_edge import shareable
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
 from kvboost_edge.serve_ray.messages import CallOutcome, ReplicaCall, ReplicaUpdate, Sent
+from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.prompt_chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
@@ -34,9 +39,9 @@ def open_replica(isolated_cache, tmp_path):
     """
     made = []
 
-    def open_one(name):
+    def open_one(name, **more):
         options = ReplicaOptions(
-            "kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier"}
+            "kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier", **more}
         )
         made.append(EngineReplica(options, name))
         return made[-1]
@@ -135,6 +140,43 @@ def test_hashes_of_another_block_size_are_ignored(open_replica, size):
     others = b"".join(prefix_hashes(PROMPT, replica._engine.cache_root, size))
     found = answer(replica, sent(PROMPT, others))
     assert (found.output_token_ids, found.cached_tokens) == (expected, 992)
+
+
+def test_an_ingress_knows_the_root_of_each_prefill_that_a_replica_has(open_replica, monkeypatch):
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 512)
+    settings = set()
+    for option in ("exact", "on-request", "sparse"):
+        replica = open_replica(option, prefill=option)
+        told = asyncio.run(replica.ask(ReplicaCall((option,), "describe")))
+        assert told.settings == replica.record_replica_metadata()["root"]
+        settings.add(told.settings)
+        pool = ReplicatedEngine(SimpleNamespace(about=told), None, EngineConfig())
+        for choice in (None, "exact", "sparse"):
+            roots = []
+            for one in (pool, replica._engine):
+                with contextlib.suppress(RequestError):
+                    roots.append(one.kept_answers(tenant="a", cache_salt="s", prefill=choice).root)
+            is_refused = (option, choice) == ("exact", "sparse")
+            assert len(roots) == (0 if is_refused else 2)
+            assert len(set(roots)) <= 1
+    assert len(settings) == 3, "replicas with different options must not serve one pool"
+
+
+def test_a_sparse_prompt_is_unpinned_by_its_prefill(open_replica, monkeypatch):
+    monkeypatch.setattr(shareable, "FIRST_POSITION", 512)
+    replica = open_replica("a", prefill="on-request")
+    whose = {"tenant": "a", "cache_salt": None, "prefill": "sparse"}
+    replica._engine.pin(PROMPT, **whose)
+
+    def asked(method, *arguments):
+        call = ReplicaCall(("a",), method, (encode_tokens(PROMPT), *arguments))
+        return asyncio.run(replica.ask(call))
+
+    shared = shareable.sparse_end(len(PROMPT), 16)
+    assert asked("warm_result", {**whose, "prefill": None}).chunks_stored == 0
+    assert asked("warm_result", whose).chunks_stored == shared // 128
+    assert asked("unpin", {**whose, "prefill": "exact"}, None) == 0
+    assert asked("unpin", whose, None) == shared // 16
 
 
 def test_disk_blocks_are_published_and_their_reads_measured(open_replica):

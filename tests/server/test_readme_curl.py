@@ -1,5 +1,6 @@
 """Tests of the curl examples in the README and the docs on a real server."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.engine.fake_runner import fake_engine
+from helpers.server.live_servers import serving
 from helpers.tools import find_curl, must_run
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,18 @@ EXAMPLES = [
 ]
 
 
+@contextlib.contextmanager
+def server_of(example, usual):
+    """Yield the usual server, or one whose requests choose their prefill if the example does."""
+    if '"prefill"' not in example:
+        yield usual
+        return
+    with fake_engine(prefill="on-request") as engine:
+        engine.tokenizer.chat_template = "{{ messages[0].content }}"
+        with serving(engine) as live:
+            yield live
+
+
 @pytest.mark.skipif(find_curl() is None and not must_run(), reason="curl is not installed")
 @pytest.mark.parametrize(
     ("page", "example"),
@@ -51,7 +66,6 @@ EXAMPLES = [
     ids=[f"{page}{re.search(r'8000([^ ]+)', text).group(1)}" for page, text in EXAMPLES],
 )
 def test_documented_curl_commands_work(page, example, live_server):
-    command = re.sub(r"(http://127\.0\.0\.1|localhost):8000", live_server.base_url, example)
     options = "--silent --show-error --fail-with-body --max-time 60"
     if "/v1/requests/last" in example:
         with live_server.client() as client:
@@ -59,12 +73,14 @@ def test_documented_curl_commands_work(page, example, live_server):
     if "/v1/sessions/" in example:
         with live_server.client() as client:
             client.post("/v1/sessions", json={"name": "travel", "tokens": [5] * 20})
-    done = subprocess.run(
-        ["bash", "-c", command.replace("curl", f"curl {options}", 1)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with server_of(example, live_server) as server:
+        command = re.sub(r"(http://127\.0\.0\.1|localhost):8000", server.base_url, example)
+        done = subprocess.run(
+            ["bash", "-c", command.replace("curl", f"curl {options}", 1)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     if '"stream": true' in example:
         events = [line for line in done.stdout.splitlines() if line.startswith("data: ")]

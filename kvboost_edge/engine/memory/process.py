@@ -92,7 +92,7 @@ def measured_overhead(
     give_back()  # return freed memory to the OS, mainly from loading the tokenizer
     # Load the kernels so that their machine code is measured too.
     is_wide = config.arithmetic == "wide"
-    sparse = config.prefill == "sparse"
+    sparse = config.prefill != "exact"
     load_kernels(
         checkpoint, selected.runner.weights, config.kv_bits, is_wide=is_wide, sparse=sparse
     )

@@ -492,7 +492,7 @@ class Request:
         seed: the caller's seed, or one drawn for the request, see `Seeds`.
         stop_ids: token ids that end the output. They are `stop_token_ids` and, without ignore_eos,
             the model's EOS ids.
-        root: root of the prefix hashes, derived from tenant and salt.
+        root: root of the prefix hashes, derived from tenant, salt and prefill.
         entered_at: start of the caller's call.
         tokenized_at: time at which tokenizing the prompt ended.
         logits_start: index of the first token whose logits are returned, or None to generate text.
@@ -501,7 +501,7 @@ class Request:
         prefill_only: whether to compute the prompt but generate nothing.
         suppressed: token ids that the model's files exclude from answers.
         words: bad words and DRY's sequence breakers as token ids.
-        tenant: digest of the tenant, equal to the root without the salt.
+        tenant: digest of the tenant, equal to the root without salt and sparse prefill.
         cache_key: digest of the terms' cache_key, see engine/schedule/retention.py. None without a
             key.
         snapshot_hints: positions of the prompt at which snapshots of recurrent state are kept.
@@ -515,7 +515,8 @@ class Request:
         grammar: grammar that the answer must match, or None for any text.
         reasoning: limit of the answer's reasoning, or None without a limit.
         prefix_hashes: the caller's hashes of the prompt's first full blocks, see `RequestArrival`.
-        approximations: labels of the engine's options that make the answer approximate.
+        prefill: how the prompt is computed, "exact" or "sparse".
+        approximations: labels of the options that make the answer approximate.
         num_shareable: number of leading tokens whose KV may come from the cache and be added to
             it, see `shareable_end`.
     """
@@ -548,6 +549,7 @@ class Request:
     reasoning: ReasoningLimit | None = None
     always_drafts: bool = False
     prefix_hashes: bytes = b""
+    prefill: str = "exact"
     approximations: tuple[str, ...] = ()
     num_shareable: int = ALL_TOKENS
 

@@ -94,7 +94,7 @@ class GenerationResult:
         mode: the mode that was used. CHUNK_KV_REUSE only if KV from other positions was reused.
         approximate: True if KV from other positions was reused, or if `approximations` is not
             empty. The output may then differ from a full computation.
-        approximations: labels of the engine's options that make this answer approximate, such as
+        approximations: labels of the options that make this answer approximate, such as
             "wide_arithmetic" with arithmetic="wide", or "sparse_prefill" with prefill="sparse" if
             the prompt is long enough.
         reused_span_tokens: number of prompt tokens whose KV was reused from other positions.

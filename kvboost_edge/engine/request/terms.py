@@ -11,6 +11,7 @@ from kvboost_edge.config import (
     MAX_RECOMPUTE_OVERLAP,
     MAX_WEIGHT,
     MOST_DRAFT_TOKENS,
+    PREFILLS,
     GenerationMode,
     RecomputeStrategy,
 )
@@ -38,6 +39,15 @@ class Terms:
         "reuses exact prefixes, and chunk_kv_reuse also reuses chunks computed at other "
         "positions. Answers in chunk_kv_reuse mode are approximate",
         GenerationMode,
+    )
+    prefill: str | None = option(
+        None,
+        "How the prompt is computed, where the engine's option prefill allows a choice. Requests "
+        "share prefixes only with requests of the same prefill. Answers to long prompts are "
+        "approximate with sparse",
+        str,
+        choices=PREFILLS,
+        unset='sparse with the engine\'s prefill="sparse", otherwise exact',
     )
     tenant: str | None = option(
         None,

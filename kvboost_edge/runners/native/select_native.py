@@ -150,8 +150,8 @@ def choose_weights(
     spec = model.spec
     if config.arithmetic == "wide":
         _check_wide(config, spec)
-    if config.prefill == "sparse" and (reason := sparse_refusal(spec, config)):
-        raise ConfigError(f"prefill='sparse' is refused: {reason}; use prefill='exact'")
+    if config.prefill != "exact" and (reason := sparse_refusal(spec, config)):
+        raise ConfigError(f"prefill={config.prefill!r} is refused: {reason}; use prefill='exact'")
     pool_bytes = plan_pool(
         native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context
     )

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -196,11 +196,16 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
 
     If the default is baseline, cache_prompt=true selects prefix_cache.
 
+    Sparse prefill replaces a default of chunk_kv_reuse by prefix_cache.
+
     Raises:
         ApiError: the engine does not support non-prefix KV reuse, or its options are given in
             another mode (400).
     """
     mode = body.mode or state.mode
+    prefill = check_prefill(state, body.prefill, "kvboost")
+    if body.mode is None and mode is GenerationMode.CHUNK_KV_REUSE and prefill == "sparse":
+        mode = GenerationMode.PREFIX_CACHE
     if body.mode is None and body.cache_prompt and mode is GenerationMode.BASELINE:
         mode = GenerationMode.PREFIX_CACHE
     if mode is GenerationMode.CHUNK_KV_REUSE:
@@ -215,6 +220,19 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
             f"kvboost.{name} needs kvboost.mode 'chunk_kv_reuse'",
         )
     return mode
+
+
+def check_prefill(state: ModelState, prefill: str | None, param: str = "prefill") -> str | None:
+    """Return a request's choice of prefill.
+
+    Raises:
+        ApiError: the engine does not support it (400).
+    """
+    try:
+        state.engine.config.prefill_of(prefill)
+    except RequestError as error:
+        raise bad_field(param, str(error)) from error
+    return prefill
 
 
 def check_priority(state: ModelState, priority: int | None) -> int:

@@ -176,6 +176,7 @@ async def record_cache_use(
         prompt.token_ids,
         prompt.asked,
         engine_request.slot,
+        engine_request.terms.prefill,
     )
     try:
         yield dataclasses.replace(run, watch=watch)

@@ -98,6 +98,7 @@ class RenderedRequest(EngineRequest):
             per_prompt=per_prompt,
             terms=Terms(
                 mode=check_mode(state, body),
+                prefill=body.prefill,
                 cache_salt=body.cache_salt,
                 priority=check_priority(state, body.priority),
                 cache_key=body.cache_key,

@@ -76,6 +76,7 @@ async def keep_session(
     source: SessionRequest | Sequence[int] | Session,
     *,
     cache_salt: str | None = None,
+    prefill: str | None = None,
     ttl: float | None = None,
     pin: bool = True,
     priority: int = 0,
@@ -89,6 +90,8 @@ async def keep_session(
         name: name of the session.
         source: conversation to save: a request body or token ids. A stored session is restored.
         cache_salt: salt of the prefix cache.
+        prefill: prefill of the requests that continue the conversation; None for the server's
+            default.
         ttl: lifetime in seconds; None for that of the stored session, or the default.
         pin: whether to pin the tokens.
         priority: priority of the computation.
@@ -105,9 +108,10 @@ async def keep_session(
         )
     tenant = tenant_of(request)
     models = server_of(request).models
-    rendered = _RenderedSession(
-        state, tenant, name, source, cache_salt, ttl=ttl, pin=pin, priority=priority, slot=slot
+    terms = Terms(
+        cache_salt=cache_salt, prefill=prefill, priority=priority, pin_holder=_pin_holder(name)
     )
+    rendered = _RenderedSession(state, tenant, name, source, terms, ttl=ttl, pin=pin, slot=slot)
     async with (
         state.admit(request, rendered.estimate) as admission,
         running(engine, rendered, admission) as started,
@@ -129,7 +133,10 @@ async def keep_session(
             )
         # The thread stores the record and unpins the session that it replaces, even if the client
         # disconnects meanwhile.
-        info = await off_loop(lambda: _store(models, store, tenant, cache_salt, session, pinned))
+        default = engine.config.prefill_of(None)
+        info = await off_loop(
+            lambda: _store(models, store, tenant, cache_salt, session, pinned, default)
+        )
     return KeptSession(info, results[0], pinned, run.tokenize_ms, run.cause)
 
 
@@ -163,16 +170,21 @@ def _store(
     cache_salt: str | None,
     session: Session,
     pinned: bool,
+    default: str,
 ) -> SessionInfo:
-    """Store a session, and end the pin that its record no longer names. Blocks on the disk."""
+    """Store a session, and end the pin that its record no longer names. Blocks on the disk.
+
+    Args:
+        default: prefill of the model's requests by default.
+    """
     try:
         info, before = store.put(tenant, cache_salt, session)
     except CapacityError:
         kept = store.find(tenant, cache_salt, session.info.name)
-        if pinned and (kept is None or not _same_pin(kept.info, session.info)):
+        if pinned and (kept is None or not _same_pin(kept.info, session.info, default)):
             _unpin(models, tenant, cache_salt, session)
         raise
-    if before is not None and not (pinned and _same_pin(before.info, info)):
+    if before is not None and not (pinned and _same_pin(before.info, info, default)):
         _unpin(models, tenant, cache_salt, before)
     return info
 
@@ -187,9 +199,11 @@ def _unpin(models: Models, tenant: str | None, cache_salt: str | None, session: 
             session.token_ids,
             tenant=tenant,
             cache_salt=cache_salt,
+            prefill=session.info.prefill,
             holder=_pin_holder(session.info.name),
         )
-    except KVBoostError:  # the engine has stopped, which ends its pins
+    # The engine has stopped, which ends its pins, or does not have the session's prefill.
+    except KVBoostError:
         return 0
 
 
@@ -198,8 +212,9 @@ def _pin_holder(name: str) -> str:
     return f"session {name}"
 
 
-def _same_pin(one: SessionInfo, other: SessionInfo) -> bool:
-    return (one.model, one.prefix) == (other.model, other.prefix)
+def _same_pin(one: SessionInfo, other: SessionInfo, default: str) -> bool:
+    pins = {(info.model, info.prefix, info.prefill or default) for info in (one, other)}
+    return len(pins) == 1
 
 
 def session_view(store: SessionStore, info: SessionInfo) -> SessionView:
@@ -253,11 +268,10 @@ class _RenderedSession(EngineRequest):
         tenant: str | None,
         name: str,
         source: SessionRequest | Sequence[int] | Session,
-        cache_salt: str | None,
+        terms: Terms,
         *,
         ttl: float | None,
         pin: bool,
-        priority: int,
         slot: int,
     ) -> None:
         is_body = isinstance(source, SessionRequest)
@@ -277,7 +291,7 @@ class _RenderedSession(EngineRequest):
             size=len(self._ids)
             if self._ids is not None
             else prefix_size(state, self._required_body),
-            terms=Terms(cache_salt=cache_salt, priority=priority, pin_holder=_pin_holder(name)),
+            terms=terms,
         )
 
     @property
@@ -306,10 +320,11 @@ class _RenderedSession(EngineRequest):
             state.model_name,
             ids,
             self._content() if stored is None else stored.content,
-            num_shareable=shareable_end(state.engine.config, len(ids)),
+            num_shareable=shareable_end(state.engine.config, len(ids), self.terms.prefill),
             block_size=state.engine.config.block_size,
             block_bytes=spec.bytes_per_block,
             state_bytes=spec.bytes_per_state,
+            prefill=self.terms.prefill,
             ttl=ttl,
             now=time.time(),
         )
@@ -334,7 +349,8 @@ class _RenderedSession(EngineRequest):
         """Raise ApiError for tokens that the model or the cache cannot take."""
         check_in_vocabulary("tokens", ids, self._state.engine.runner_info.vocab_size)
         config = self._state.engine.config
-        if min(len(ids), shareable_end(config, len(ids))) < config.block_size:
+        shared = min(len(ids), shareable_end(config, len(ids), self.terms.prefill))
+        if shared < config.block_size:
             raise bad_field(
                 self._field if self._body is None or self._body.tokens is None else "tokens",
                 f"{len(ids)} tokens cannot be saved: they have no full block of "

@@ -35,11 +35,11 @@ none            no miss: every token was cached
 bypassed        the mode does not read the cache, or prompt_logprobs prevents it
 not_started     the request ended while it was waiting
 not_compared    no earlier requests are kept (--request-history 0)
-first_seen      no recent request of the tenant has this prefix; at most the opening of the chat
-                template is shared
+first_seen      no recent request of the tenant with the same prefill has this prefix; at most the
+                opening of the chat template is shared
 new_text        the prompt continues an earlier one and its answer; only the new text was computed
 tail            the last block is not full and was recomputed
-private_tail    with arithmetic='wide' or prefill='sparse', the end of each prompt and its answer
+private_tail    with arithmetic='wide' or sparse prefill, the end of each prompt and its answer
                 are not shared. The tokens there were computed again
 evicted         the blocks were evicted, reset, or unloaded with the model
 state           the KV is cached, but not the recurrent state at this position. Tokens up to

@@ -83,6 +83,7 @@ class RequestRecord:
         slot: llama.cpp's slot of the request, whose content it is until another request has this
             slot; -1 for none.
         num_shareable: number of leading tokens whose KV is shared, see `shareable_end`.
+        prefill: how the prompt is computed, "exact" or "sparse".
         diagnosis: cache-miss report, once the request has ended.
         serial: number of the record, in the order of creation.
     """
@@ -96,6 +97,7 @@ class RequestRecord:
     loading: int = 0
     slot: int = -1
     num_shareable: int = ALL_TOKENS
+    prefill: str = "exact"
     diagnosis: Diagnosis | None = None
     serial: int = dataclasses.field(default_factory=itertools.count().__next__, init=False)
     _digests: list[bytes] = dataclasses.field(default_factory=list, init=False, repr=False)
@@ -278,7 +280,7 @@ class History:
     def closest(
         self, tenant: str | None, salt: str | None, record: RequestRecord
     ) -> list[tuple[RequestRecord, int]]:
-        """Return the earlier records with the same salt and a common prefix.
+        """Return the earlier records with the same salt and prefill and a common prefix.
 
         Requests that never started are left out. Each record comes with the length of the common
         prefix in tokens. The longest prefixes come first, and among equal ones the latest record.
@@ -288,7 +290,8 @@ class History:
         others = (
             kept.record
             for kept in reversed(earlier)
-            if kept.salt == salt and kept.record.has_started
+            if (kept.salt, kept.record.prefill) == (salt, record.prefill)
+            and kept.record.has_started
         )
         alike = [(other, count) for other in others if (count := other.common(record))]
         return sorted(alike, key=lambda one: -one[1])

@@ -64,11 +64,13 @@ class Doctor:
         token_ids: Sequence[int],
         asked: PromptInputs,
         slot: int = -1,
+        prefill: str | None = None,
     ) -> Watch:
         """Record a request that starts, and return its `Watch`."""
         self.settle()
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
+        config = self._engine.config
         record = RequestRecord(
             request_id,
             asked,
@@ -76,7 +78,8 @@ class Doctor:
             len(token_ids),
             loading=self._loading,
             slot=slot,
-            num_shareable=shareable_end(self._engine.config, len(token_ids)),
+            num_shareable=shareable_end(config, len(token_ids), prefill),
+            prefill=config.prefill_of(prefill),
         )
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)

@@ -253,7 +253,11 @@ async def running(
 ) -> AsyncGenerator[Running]:
     """Tokenize and queue a request. Leaving the block cancels unfinished sequences."""
     started = admission.arrived_at = time.perf_counter()
-    answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.terms.cache_salt)
+    answers = engine.kept_answers(
+        tenant=admission.tenant,
+        cache_salt=request.terms.cache_salt,
+        prefill=request.terms.prefill,
+    )
     encode = functools.partial(request.encode, answers)
     is_quick = request.size <= _SHORT and not request.renders
     prompts = encode() if is_quick else await off_loop(encode, request.size)

@@ -72,6 +72,7 @@ class SessionInfo:
         created: time when the session was first saved, in seconds since the epoch.
         expires: time when it ends.
         ttl: lifetime in seconds. Restoring a session starts it again.
+        prefill: prefill of its blocks; None for the default of the engine.
     """
 
     name: str
@@ -82,6 +83,7 @@ class SessionInfo:
     created: float
     expires: float
     ttl: float
+    prefill: str | None = None
     record_bytes: int = 0
 
     @property
@@ -138,6 +140,7 @@ class Session:
         block_size: int,
         block_bytes: int,
         state_bytes: int = 0,
+        prefill: str | None = None,
         ttl: float = SESSION_SECONDS,
         now: float | None = None,
     ) -> Session:
@@ -152,6 +155,7 @@ class Session:
             block_size: number of tokens per block.
             block_bytes: size of a block.
             state_bytes: size of a sequence's recurrent state; 0 without recurrent layers.
+            prefill: prefill of its blocks; None for the default of the engine.
             ttl: lifetime in seconds.
             now: current time in seconds since the epoch; None for the clock.
         """
@@ -166,6 +170,7 @@ class Session:
             created=now,
             expires=now + ttl,
             ttl=ttl,
+            prefill=prefill,
         )
         return cls(info, list(token_ids), content)
 

@@ -22,6 +22,7 @@ from kvboost_edge.reuse.chunking import chunk_options
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import (
     ModelParam,
+    check_prefill,
     check_priority,
     loaded_model,
     looked_up,
@@ -35,7 +36,12 @@ from kvboost_edge.server.api.prompt_encoding import (
     estimate_tokens,
     prefix_size,
 )
-from kvboost_edge.server.api.schemas.cache import ResetRequest, UnpinRequest, WarmRequest
+from kvboost_edge.server.api.schemas.cache import (
+    PromptPrefix,
+    ResetRequest,
+    UnpinRequest,
+    WarmRequest,
+)
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.engines import StatsProvider, replicas_of
@@ -56,6 +62,7 @@ from kvboost_edge.server.response_types import (
     WarmResponse,
 )
 from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.bridge import (
     EncodedPrompt,
     EngineRequest,
@@ -101,10 +108,8 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             if run.watch is not None:
                 run.watch.finish(results[0])
             ids = run.prompts[0].token_ids
-            tenant = admission.tenant
-            stored = await off_loop(
-                lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
-            )
+            whose = _whose(state, admission, body)
+            stored = await off_loop(lambda: engine.warm_result(ids, **whose))
         spent = costs(results, 1, run.tokenize_ms, cause=run.cause)
         block_size = engine.config.block_size
         pinned_tokens = run.handles[0].pinned_tokens // block_size * block_size
@@ -122,7 +127,7 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
         engine = state.engine
         estimate = estimate_prefix(state, body)
         async with state.admit(request, estimate) as admission:
-            whose: dict[str, Any] = {"tenant": admission.tenant, "cache_salt": body.cache_salt}
+            whose = _whose(state, admission, body)
 
             def end() -> int:
                 ids = encode_prefix(state, body, engine.kept_answers(**whose))
@@ -202,11 +207,7 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
     places = min(_num_chunks(engine.config, body, estimates), state.admission.batch)
     async with state.admit(request, sum(estimates) + before, places) as admission:
         handles = Handles()
-        whose = {
-            "tenant": admission.tenant,
-            "weight": admission.weight,
-            "cache_salt": body.cache_salt,
-        }
+        whose = _whose(state, admission, body)
 
         def compute() -> WarmResult:
             try:
@@ -217,6 +218,7 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
                     handles=handles,
                     priority=priority,
                     deadline=admission.deadline,
+                    weight=admission.weight,
                     **whose,
                 )
             except RequestError as error:
@@ -225,6 +227,15 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
         stored = await to_its_end(compute, sum(map(len, texts)), handles)
         results = await wait_all(admission, handles)
     return _warmed(stored, results, costs(results, 1, 0.0) if results else None)
+
+
+def _whose(state: ModelState, admission: Admission, body: PromptPrefix) -> dict[str, str | None]:
+    """Return the engine's arguments for the blocks of a request."""
+    return {
+        "tenant": admission.tenant,
+        "cache_salt": body.cache_salt,
+        "prefill": check_prefill(state, body.prefill),
+    }
 
 
 def _num_chunks(config: EngineConfig, body: WarmRequest, estimates: Sequence[int]) -> int:
@@ -266,6 +277,7 @@ class _RenderedWarm(EngineRequest):
             size=prefix_size(state, body),
             terms=Terms(
                 cache_salt=body.cache_salt,
+                prefill=check_prefill(state, body.prefill),
                 priority=check_priority(state, body.priority),
                 pin=body.pin,
                 ttl=body.ttl,
@@ -282,7 +294,8 @@ class _RenderedWarm(EngineRequest):
         param = "text" if self._body.messages is None else "messages"
         config = self._state.engine.config
         count = len(prompt.token_ids)
-        if self._body.pin and min(count, shareable_end(config, count)) < config.block_size:
+        shared = min(count, shareable_end(config, count, self.terms.prefill))
+        if self._body.pin and shared < config.block_size:
             message = (
                 f"{count} tokens cannot be pinned: they have no full block of {config.block_size} "
                 "tokens that later prompts can share; pin a longer text"

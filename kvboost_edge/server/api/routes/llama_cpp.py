@@ -15,7 +15,13 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
-from kvboost_edge.server.api.checks import ModelParam, loaded_model, looked_up, respond_when_loaded
+from kvboost_edge.server.api.checks import (
+    ModelParam,
+    check_prefill,
+    loaded_model,
+    looked_up,
+    respond_when_loaded,
+)
 from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
     Infill,
@@ -203,8 +209,16 @@ async def _save_slot(
             code="invalid_value",
             param="id_slot",
         )
-    ids = records[0].ids.tolist()
-    kept = await keep_session(request, state, name, ids, cache_salt=given.cache_salt, slot=slot)
+    record = records[0]
+    kept = await keep_session(
+        request,
+        state,
+        name,
+        record.ids.tolist(),
+        cache_salt=given.cache_salt,
+        prefill=record.prefill,
+        slot=slot,
+    )
     return {
         "id_slot": slot,
         "filename": name,
@@ -229,7 +243,15 @@ async def _restore_slot(
             f"the session {name!r} is of the model {found.info.model!r}, not of "
             f"{state.model_name!r}; give its model",
         )
-    kept = await keep_session(request, state, name, found, cache_salt=given.cache_salt, slot=slot)
+    kept = await keep_session(
+        request,
+        state,
+        name,
+        found,
+        cache_salt=given.cache_salt,
+        prefill=check_prefill(state, found.info.prefill, "filename"),
+        slot=slot,
+    )
     return {
         "id_slot": slot,
         "filename": name,

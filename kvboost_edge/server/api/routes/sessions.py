@@ -10,7 +10,7 @@ from starlette.types import Send
 
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.checks import check_priority, respond_when_loaded
+from kvboost_edge.server.api.checks import check_prefill, check_priority, respond_when_loaded
 from kvboost_edge.server.api.schemas.sessions import RestoreRequest, SessionRequest
 from kvboost_edge.server.api.session_saving import (
     delete_session,
@@ -64,6 +64,7 @@ async def save(request: Request, body: SessionRequest) -> Response:
             body.name,
             body,
             cache_salt=body.cache_salt,
+            prefill=check_prefill(state, body.prefill),
             ttl=body.ttl,
             pin=body.pin,
             priority=check_priority(state, body.priority),
@@ -120,6 +121,7 @@ async def session(request: Request, name: Name, cache_salt: Salt = None) -> Resp
 async def restore(request: Request, name: Name, body: RestoreRequest | None = None) -> Response:
     """Bring a session's prefix into the pool, pin it, and start its lifetime again.
 
+    The prefix is computed with the prefill that the session was saved with.
     What the tiers no longer hold is recomputed.
     """
     given = RestoreRequest.model_validate({}) if body is None else body
@@ -132,6 +134,7 @@ async def restore(request: Request, name: Name, body: RestoreRequest | None = No
             name,
             found,
             cache_salt=given.cache_salt,
+            prefill=check_prefill(state, found.info.prefill, "name"),
             ttl=given.ttl,
             pin=given.pin,
             priority=check_priority(state, given.priority),

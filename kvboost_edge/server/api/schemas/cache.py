@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.schemas.cache_use import PrefillChoice
 from kvboost_edge.server.api.schemas.chat import ChatRequest, Messages, TemplateVariables
 from kvboost_edge.server.api.schemas.shared import BoundedText, CacheSalt, FewTokenIds, ModelName
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
@@ -29,6 +30,9 @@ class PromptPrefix(Strict):
         ),
     )
     cache_salt: CacheSalt | None = None
+    prefill: PrefillChoice = Field(
+        None, description="Prefill of the requests that the blocks are for, as kvboost.prefill."
+    )
     model: ModelName | None = None
 
     def check_together(self) -> None:

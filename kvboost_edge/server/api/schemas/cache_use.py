@@ -1,4 +1,4 @@
-"""The `kvboost` object of a request: cache mode and speculative decoding."""
+"""The `kvboost` object of a request: cache mode, prefill and speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pydantic import Field
 from kvboost_edge.server.api.bounds import bounded
 from kvboost_edge.server.api.schemas.strict import Strict, bad_field
 
-__all__ = ["CacheUse"]
+__all__ = ["CacheUse", "PrefillChoice"]
+
+PrefillChoice = Literal["exact", "sparse"] | None
+"""Prefill of a request; None for the server's default."""
 
 
 class CacheUse(Strict):
-    """Cache mode and speculative decoding of one request.
+    """Cache mode, prefill and speculative decoding of one request.
 
     Fields that are left out have the server's defaults. The recompute fields apply to mode
     "chunk_kv_reuse", whose answers are approximate.
@@ -25,6 +28,14 @@ class CacheUse(Strict):
             "baseline: do not read or write the cache. prefix_cache: reuse cached prefixes; "
             "answers are exact. chunk_kv_reuse: also reuse tokens cached at other positions; "
             "answers are approximate."
+        ),
+    )
+    prefill: PrefillChoice = Field(
+        None,
+        description=(
+            "exact: compute the prompt exactly. sparse: compute a long prompt faster, with an "
+            "approximate answer, if the server runs with --prefill on-request or sparse. Requests "
+            "share cached prefixes only with requests of the same prefill."
         ),
     )
     recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = Field(

@@ -469,6 +469,11 @@ class SamplingFields(SpeculativeFields, SamplerFields, LengthFields):
         return {**ours, **self.draft_options}
 
     @property
+    def prefill(self) -> str | None:
+        """Prefill that the request chooses; None for the server's default."""
+        return None if self.kvboost is None else self.kvboost.prefill
+
+    @property
     def cache_key(self) -> str | None:
         """The `prompt_cache_key`, or None if it is empty or missing."""
         return self.prompt_cache_key or None

@@ -47,7 +47,8 @@ class RenderedMessages(RenderedChat):
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
         (prompt,) = super().encode(answers)
-        end = shareable_end(self.state.engine.config, len(prompt.token_ids))
+        config = self.state.engine.config
+        end = shareable_end(config, len(prompt.token_ids), self.terms.prefill)
         self.kept += [
             (
                 min(_length(self.state, self.body, mark, prompt.token_ids, answers), end),
