@@ -80,6 +80,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
     if options.is_replicated:
         _serve_replicas(options, ended)
         return
+    from kvboost_edge.host.memory import set_own_limit
     from kvboost_edge.kernels.aot import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
@@ -103,6 +104,9 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         with _load(options.model, options, threading.Event()) as engine:
             if ended.is_set():
                 return
+            if process is not None:
+                # Models that are added to a single one get pools for this much memory, too.
+                set_own_limit(process.for_models)
             # A single model stays loaded unless keep_alive is set.
             leaves = bool(options.others) or options.settings.keep_alive is not None
             bare = dataclasses.replace(options, warm=(), warm_systems=(), warm_documents=())
@@ -141,8 +145,10 @@ def _managed(
     store = managed_models()
     first = NamedModel(options.settings.model_names, options.model)
     texts = {one.names[0]: one.model for one in (first, *options.others)}
-    # Several models share the options, also if the command line has only one.
-    shared = dataclasses.replace(options, others=options.others or (first,))
+    # Several models share the options, also if the command line has only one. The loader keeps them
+    # within max_memory.
+    engine = {name: value for name, value in options.engine.items() if name != "max_memory"}
+    shared = dataclasses.replace(options, others=options.others or (first,), engine=engine)
 
     def source_of(model: ManagedModel) -> ModelSource:
         def path() -> str:
@@ -196,14 +202,13 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
 def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]:
     """Apply `--max-memory` to the single engine or to the model loader.
 
-    A single engine enforces the limit itself. With several models, the loader enforces it, and each
-    engine sizes its pool as if the machine had only this much memory. If `--max-model-bytes` is
-    also given, the smaller limit applies, and the server logs both. The flag is deprecated, which
-    the server logs as well.
+    A single engine enforces the limit itself, and the loader applies it to models that are added
+    later. With several models, the loader enforces it, and each engine sizes its pool as if the
+    machine had only this much memory. If `--max-model-bytes` is also given, the smaller limit
+    applies, and the server logs both. The flag is deprecated, which the server logs as well.
 
     Returns:
-        The changed options, and the memory limit for the loader. The limit is None with a single
-        model or without `--max-memory`.
+        The changed options, and the memory limit for the loader, or None without `--max-memory`.
     """
     given = options.settings.max_model_bytes
     if given is not None:
@@ -234,7 +239,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
         )
     if not options.others:
         engine = {**options.engine, "max_memory": process.base + allowance}
-        return dataclasses.replace(options, engine=engine), None
+        return dataclasses.replace(options, engine=engine), process
     engine = {name: value for name, value in options.engine.items() if name != "max_memory"}
     set_own_limit(allowance)
     return dataclasses.replace(options, engine=engine), process

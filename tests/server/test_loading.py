@@ -51,7 +51,9 @@ def machine(monkeypatch):
 
 def test_max_memory_bounds_one_engine_or_all_models(machine):
     alone, process = command._bounded(options_of("--max-memory", "2GB"))
-    assert (alone.engine["max_memory"], process) == (2_000_000_000, None)
+    assert alone.engine["max_memory"] == 2_000_000_000
+    assert process == ProcessMemory(2_000_000_000, 300_000_000)
+    assert machine == []
     both = options_of("--max-memory", "2GB", "--model", "a=x", "--model", "b=y")
     options, process = command._bounded(both)
     assert "max_memory" not in options.engine

@@ -315,10 +315,23 @@ class Loader:
         Raises:
             CapacityError: the model exceeds the budget.
         """
+        problem = (
+            f"the model {served.name!r} does not fit: weights, pool and recurrent state take "
+            f"{gb(needed)}, but"
+        )
         if needed > self._allowed(overhead):
             raise CapacityError(
-                f"the model {served.name!r} does not fit: weights, pool and recurrent state take "
-                f"{gb(needed)}, but {self._limit_of_one(needed, overhead)}, make its pool smaller "
+                f"{problem} {self._limit_of_one(needed, overhead)}, make its pool smaller "
+                "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
+            )
+        kept = [one for one in self._all if one.source is None]
+        taken = sum(one.num_bytes for one in kept)
+        left = self._allowed(overhead + sum(one.overhead for one in kept)) - taken
+        if needed > left:
+            raise CapacityError(
+                f"{problem} {kept[0].name!r} stays loaded and leaves {gb(max(0, left))} for "
+                f"others ({self._option}); raise the limit, let {kept[0].name!r} be unloaded "
+                "(--keep-alive), make the pools smaller "
                 "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
             )
         while (missing := self._missing(needed, overhead)) > 0:

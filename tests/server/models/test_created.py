@@ -310,13 +310,16 @@ def test_created_models_share_weights_and_disk_blocks(tiny_model_dir, tmp_path, 
 
 
 def test_max_model_len_limits_a_created_models_context(hub):
+    """max_memory is left to the loader, which applies it to all models together."""
     seen = []
 
     def source(model, options):
+        assert "max_memory" not in options.engine
         seen.append((model, options.engine["max_model_len"]))
         return ModelSource(lambda: 0, None)
 
-    options = options_from({"model": ["a=kvboost-edge/demo"], "max_model_len": 500})
+    given = {"model": ["a=kvboost-edge/demo"], "max_model_len": 500, "max_memory": 1 << 30}
+    options = options_from(given)
     managed = _managed(options, source)
     for context in (None, 300, 900):
         model = ManagedModel(name="m", origin="a", served="a", context=context)

@@ -173,6 +173,29 @@ def test_overhead_is_measured_growth_plus_reserved_buffers(first, second, monkey
         found._measured_overhead(served, engine)
 
 
+def test_a_model_that_does_not_fit_beside_a_permanent_one_is_refused(first, second, monkeypatch):
+    """The first engine checks its own limit, and the loader keeps others within it."""
+    monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 0)
+    first.options["max_memory"] = 1 << 40
+    second.options["num_blocks"] = 8
+    with first.open() as engine:
+        taken = loader.reserved_bytes(engine)
+        process = loader.ProcessMemory(1_000_000 + taken - 1, 1_000_000)
+        assert second.plan() < taken
+        with serving(
+            engine, others=[(("b",), second.source)], process=process, model_name="a"
+        ) as server:
+            assert ask(server, "a").status_code == 200
+            refused = ask(server, "b")
+            assert (refused.status_code, second.loads) == (503, 0)
+            error = refused.json()["error"]
+            assert error["code"] == "model_does_not_fit"
+            assert (
+                "'a' stays loaded and leaves 0.00 MB for others (--max-memory)"
+                in (error["message"])
+            )
+
+
 async def test_a_model_larger_than_the_process_may_be_is_refused_with_the_calculation():
     process = loader.ProcessMemory(1_500_000_000, 400_000_000)
     found = loader.Loader([], None, 1_100_000_000, process)
