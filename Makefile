@@ -138,7 +138,7 @@ coverage: setup  ## measure line and branch coverage, without kernels
 # The first run makes an arm64 Debian there in about 2 minutes. Needs root and Debian or Ubuntu.
 ARM64_ROOT ?= /var/tmp/kvboost-edge-arm64
 
-test-arm64:  ## run the native runner's tests on emulated ARM (ARM64_ROOT=dir)
+test-arm64: setup  ## run the native runner's tests on emulated ARM (ARM64_ROOT=dir)
 	tests/arm64/run.sh make $(ARM64_ROOT)
 	tests/arm64/run.sh test $(ARM64_ROOT) benchmarks/results/test-arm64.txt
 

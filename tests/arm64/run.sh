@@ -66,12 +66,14 @@ is_made() {
     [ "$(cat "$1/root/is-made" 2>/dev/null)" = "$system $packages" ]
 }
 
-# copy_tree DIR: what is tested is this tree as it is now, without environments, caches and results.
+# copy_tree DIR: what is tested is this tree as it is now, without environments, caches and results,
+# and the tests' tiny models, because making them takes torch.
 copy_tree() {
     is_made "$1" || { echo "$1 holds no arm64 root with the packages needed: tests/arm64/run.sh make $1" >&2; exit 1; }
     mkdir -p "$1/src"
     find "$1/src" -mindepth 1 -maxdepth 1 -exec rm -rf {} +
     tar -C "$tree" -cf - --exclude='./.*' --exclude=__pycache__ --exclude=./benchmarks/results --exclude=./build --exclude=./dist --exclude=./site . | tar -C "$1/src" -xf -
+    TQDM_DISABLE=1 PYTHONPATH="$tree:$tree/tests" "$tree/.venv/bin/python" "$here/models.py" "$1/src/models"
 }
 
 # run_in DIR CPU COMMAND...: in the copy, with mounts that end with the command.
@@ -95,7 +97,7 @@ run_in() {
             "$processor" "$features" "$implementer" "$part"
     done >"$dir/root/$cpu/cpuinfo"
     # The emulated processor refuses what the real one does not have. Compiled kernels are kept for the next run.
-    env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 PYTHONPATH=/src NUMBA_CACHE_DIR="/root/$cpu" \
+    env -i PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 PYTHONPATH=/src NUMBA_CACHE_DIR="/root/$cpu" TEST_MODELS=/src/models \
         QEMU_CPU="$model" CPU="$cpu" unshare --mount sh -c 'root=$1; shift
             mount -t proc proc "$root/proc" && mount --bind "$root/root/$CPU/cpuinfo" "$root/proc/cpuinfo" &&
             mount --rbind /dev "$root/dev" && exec chroot "$root" sh -c "cd /src && exec \"\$@\"" sh "$@"' sh "$dir" "$@"

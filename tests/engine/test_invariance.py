@@ -27,7 +27,7 @@ import pytest
 from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import CutDrafter
 from helpers.engine.native_bench import BLOCK, Cold, NativeBench, assert_begins
-from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, needs_torch
+from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, packages_for
 from helpers.runners.paged_driver import PagedDriver
 from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.engine.request.request import SamplingParams
@@ -400,9 +400,8 @@ def models(tmp_path_factory):
 
 
 def run(models, row, part=None):
-    if needs_torch(row.kind, row.weights):
-        pytest.importorskip("torch")
-        pytest.importorskip("gguf")
+    for package in packages_for(row.kind, row.weights):
+        pytest.importorskip(package)
     case = models.case(row)
     case.part = part
     WAYS[row.way](case)

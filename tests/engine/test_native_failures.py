@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from helpers.engine.native_bench import ALL_BITS, ROOT, Cold, Machine, NativeBench, assert_begins
-from helpers.engine.native_kinds import machine_of
+from helpers.engine.native_kinds import machine_of, packages_for
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.random_ids import random_ids
 from kvboost_edge.engine.request.request import SamplingParams
@@ -117,7 +117,8 @@ def test_a_pass_that_fails_midway_leaves_no_open_blocks(machine, bits, at, monke
     "kind", ["lfm2", "qwen3_5_text", "granitemoehybrid-experts", "nemotron_h-moe", "falcon_h1"]
 )
 def test_an_overflowing_state_ends_only_its_request(kind, tmp_path_factory):
-    pytest.importorskip("torch")
+    for package in packages_for(kind, "int8"):
+        pytest.importorskip(package)
     machine = machine_of(kind, "int8", tmp_path_factory.mktemp("hybrid"))
     expected = [
         Cold(machine, (16, 16)).answer(prompt, GREEDY) for prompt in (TEXT[:40], TEXT[40:80])

@@ -15,7 +15,7 @@ from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import KINDS as DRAFTS
 from helpers.engine.hostile_drafts import HostileDrafter
 from helpers.engine.native_bench import ALL_BITS, Cold, NativeBench, assert_begins
-from helpers.engine.native_kinds import machine_of, needs_torch
+from helpers.engine.native_kinds import machine_of, packages_for
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
@@ -198,8 +198,8 @@ def run_schedule(model, seed):
 
 @pytest.fixture(scope="module", params=CHOSEN)
 def kind(request):
-    if needs_torch(request.param, "int8"):
-        pytest.importorskip("torch")
+    for package in packages_for(request.param, "int8"):
+        pytest.importorskip(package)
     return request.param
 
 

@@ -1,9 +1,13 @@
 """Tiny models of the native runner by kind and weight format, for tests that run the same checks on
 many of them.
+
+If the variable TEST_MODELS is set, it is a folder with the models, see tests/arm64/models.py. Making
+them then takes no torch.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +17,7 @@ from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.kvcache.recurrent.snapshots import StateSizes
 
+PROVIDED = os.environ.get("TEST_MODELS")
 STATES = StateSizes(24, num_draft_rows=31)
 # Weight format -> the packed formats that some matrix of a model then has. Formats in capitals are
 # those of GGUF files. Those that become one of the others in memory are left out: Q4_0, Q4_1, Q8_0
@@ -125,39 +130,46 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def needs_torch(kind: str, weights: str) -> bool:
-    """Return whether making the model takes torch or the gguf package."""
-    numpy_alone = kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
-    return not numpy_alone or (weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4"))
+def packages_for(kind: str, weights: str) -> list[str]:
+    """Return the packages that making the model takes, beside those of the engine."""
+    by_numpy = PROVIDED or kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+    found = [] if by_numpy else ["torch"]
+    return [*found, "gguf"] if _is_file(kind, weights) else found
+
+
+def directory_of(kind: str, weights: str, folder: Path) -> Path:
+    """Write the model's directory into `folder` if it does not exist yet, and return it."""
+    made = KINDS[kind]
+    is_file = weights.isupper()
+    wide = is_file and ("K" in weights or weights in ("LOW_MIX", "GRID_MIX"))
+    if (kind, weights) == ("gpt_oss", "MXFP4"):
+        return _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True})
+    fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
+    name = "wide" if wide else "in-blocks" if is_file else "plain"
+    return _saved(made.family, folder / f"{kind}-{name}", fields)
 
 
 def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATES) -> Machine:
     """Return the runners of a model, which is written into `folder` if it does not exist yet."""
-    made = KINDS[kind]
-    is_file = weights.isupper()
-    wide = is_file and ("K" in weights or weights in ("LOW_MIX", "GRID_MIX"))
-    fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
-    if (kind, weights) == ("gpt_oss", "MXFP4"):
-        path = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True})
-        is_file = False
-        weights = "auto"
-    else:
-        path = _saved(
-            made.family,
-            folder / f"{kind}-{'wide' if wide else 'in-blocks' if is_file else 'plain'}",
-            fields,
-        )
-    if is_file:
+    path = directory_of(kind, weights, folder)
+    if _is_file(kind, weights):
         from helpers.gguf.writer import write_gguf
 
         path = write_gguf(
             path, folder / f"{kind}-{weights}.gguf", kind=_MIXES.get(weights, weights)
         )
+    if weights.isupper():
         weights = "auto"
-    return Machine(path, weights, states if made.states else None)
+    return Machine(path, weights, states if KINDS[kind].states else None)
+
+
+def _is_file(kind: str, weights: str) -> bool:
+    return weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4")
 
 
 def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
+    if PROVIDED:
+        return Path(PROVIDED) / directory.name
     if (directory / "config.json").exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
