@@ -189,7 +189,7 @@ def test_a_dead_or_stalled_engine_is_replaced(pool, broken, what):
     before = broken.pids()
     data = encode_tokens(prompt)
     held = {
-        name: pool._replicas.ask("warm_result", data, None, None, seconds=20, among=[name])
+        name: pool._replicas.ask("warm_result", data, {}, seconds=20, among=[name])
         for name in before
     }
     holder = max(held, key=lambda name: int(held[name][0]))
