@@ -41,7 +41,9 @@ def test_all_float16_values_decode_like_numpy():
     raw = np.arange(1 << 16, dtype=np.uint16)
     found = np.empty((1, 1 << 16), np.float32)
     decode_rows("F16", raw.view(np.uint8).reshape(1, -1), found)
-    np.testing.assert_array_equal(found[0], raw.view(np.float16).astype(np.float32))
+    with np.errstate(invalid="ignore"):  # some processors report signaling NaNs
+        expected = raw.view(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(found[0], expected)
 
 
 def test_the_compiled_signature_is_the_called_one():

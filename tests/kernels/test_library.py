@@ -158,7 +158,7 @@ def edited(folder, **values: Any):
         ({"more": 1}, "broken or of another version"),
         ({"target": "x86-64-other"}, "it is for x86-64-other"),
         ({"features": "+avx2"}, "other instructions"),
-        ({"cpu": "generic"}, "other instructions"),
+        ({"cpu": "another"}, "other instructions"),
         ({"platform": "darwin"}, "it is for darwin"),
         ({"sources": "0" * 64}, "other sources"),
         ({"versions": {"numba": "0.1", "llvmlite": "0.2"}}, "built with numba 0.1, but"),
