@@ -214,7 +214,7 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
         return "no: no runner supports this model"
     plan = plan_of(found["runner"])
     refusal = plan.moved_keys_refusal(config, checkpoint.config, found["backend"])
-    if config.prefill == "sparse":
+    if config.prefill != "exact":
         refusal = SPARSE_PREFILL
     if refusal is not None:
         return f"no: {refusal}"

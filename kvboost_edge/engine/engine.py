@@ -254,9 +254,9 @@ class CPUPagedEngine(Embeds, KVBoostViews):
     def default_reuse_refusal(self) -> str | None:
         """Reason why mode="chunk_kv_reuse" is refused with the engine's options, or None.
 
-        The reason is `reuse_refusal`, sparse prefill or a stored verdict of the quality gate.
+        The reason is `reuse_refusal` or a stored verdict of the quality gate.
         """
-        return self._reuse.default_refusal or self._gate.refusal(self._reuse.own_repair())
+        return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
 
     # Methods for generation.
 
@@ -460,8 +460,7 @@ class CPUPagedEngine(Embeds, KVBoostViews):
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
-            # Raises if the model, its runner or the prefill does not support the mode.
-            self._reuse.own_repair(prefill=terms.prefill)
+            self._reuse.own_repair()  # raises if the engine does not support the mode
             return _logged(self._documents.warm(alone, terms, handles))
         request = self._builder.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])

@@ -37,8 +37,10 @@ from kvboost_edge.segments import Segment
 
 __all__ = ["SPARSE_PREFILL", "Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
 
-SPARSE_PREFILL = "prefill='sparse' computes prompts from exact prefixes only; use prefill='exact'"
-"""Reason why sparse prefill excludes non-prefix reuse."""
+SPARSE_PREFILL = (
+    "an engine with prefill='on-request' or 'sparse' reuses prefixes only; use prefill='exact'"
+)
+"""Reason why `EngineConfig.prefill` excludes non-prefix reuse."""
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
 _DEVIATION_LAYERS = 2  # layers that `Runner.deviations` runs
@@ -57,16 +59,10 @@ class ReuseFields(RequestFeature):
     @property
     def refusal(self) -> str | None:
         """Reason why the model or its runner does not support non-prefix reuse, or None."""
+        # A pass cannot have both sparse ranges and keys that are moved to other positions.
+        if self._config.prefill != "exact":
+            return SPARSE_PREFILL
         return states_refusal(self._runner.info) or self._runner.moved_keys_refusal
-
-    @property
-    def default_refusal(self) -> str | None:
-        """Reason why requests that do not choose a prefill cannot use non-prefix reuse, or None."""
-        return self._refusal_with(None)
-
-    def _refusal_with(self, prefill: str | None) -> str | None:
-        is_sparse = self._config.prefill_of(prefill) == "sparse"
-        return self.refusal or (SPARSE_PREFILL if is_sparse else None)
 
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
         """Return the recompute settings and the quality gate's status.
@@ -81,9 +77,7 @@ class ReuseFields(RequestFeature):
             "gate": "" if repair is None else _GATES[self._config.reuse_gate],
         }
 
-    def own_repair(
-        self, options: Mapping[str, Any] | None = None, prefill: str | None = "exact"
-    ) -> Repair:
+    def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
         """Return the engine's recompute settings with the given recompute_* options applied.
 
         Raises:
@@ -94,7 +88,7 @@ class ReuseFields(RequestFeature):
             raise RequestError(
                 f"option {name!r} is not a recompute option; use only {', '.join(_REPAIRS)}"
             )
-        terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, prefill=prefill, **given)
+        terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
         repair = self._repair(terms, SamplingParams(), generates=True)
         assert repair is not None
         return repair
@@ -124,8 +118,8 @@ class ReuseFields(RequestFeature):
                 f"mode='chunk_kv_reuse' is approximate, and {exact or 'this request'} needs exact "
                 "KV; use mode='prefix_cache'"
             )
-        if (refusal := self._refusal_with(terms.prefill)) is not None:
-            raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
+        if self.refusal is not None:
+            raise RequestError(f"mode='chunk_kv_reuse' is refused: {self.refusal}")
         prepare_search()
         strategy, overlap, ratio = (
             given.get(name, getattr(self._config, name)) for name in _REPAIRS

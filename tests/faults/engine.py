@@ -232,10 +232,10 @@ FAULTS = (
         *_SPARSE_PREFILL,
     ),
     fault(
-        "lets sparse requests reuse KV at other positions",
+        "reuses KV at other positions where requests may be sparse",
         "engine/non_prefix_reuse.py",
-        "(SPARSE_PREFILL if is_sparse else None)",
-        "None",
+        'if self._config.prefill != "exact":',
+        'if self._config.prefill == "sparse":',
         *_SPARSE_PREFILL,
     ),
     fault(

@@ -305,7 +305,7 @@ class QualityGate:
         tenant = f"reuse gate {secrets.token_hex(16)}"
         whose = Privately(
             *(
-                Terms(tenant=tenant, cache_salt=salt, prefill="exact", expect_reuse=True)
+                Terms(tenant=tenant, cache_salt=salt, expect_reuse=True)
                 for salt in ("full", "reuse")
             )
         )

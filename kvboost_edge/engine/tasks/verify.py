@@ -126,9 +126,8 @@ def _verify_reuse(
         engine: The engine under test.
         gate: The engine's quality gate.
         repair: The recompute settings to test.
-        prompts: Prompts over documents that are cached without tenant and salt, with exact
-            prefill. None uses the gate's prompts, whose documents are computed now and dropped
-            afterwards.
+        prompts: Prompts over documents that are cached without tenant and salt. None uses the
+            gate's prompts, whose documents are computed now and dropped afterwards.
         max_new_tokens: Maximum length of the answers in tokens.
 
     Raises:
@@ -148,7 +147,7 @@ def _verify_reuse(
             gate = stack.enter_context(gate.apart(repair))
         whose = stack.enter_context(gate.privately())
         ids = given or gate.prepare(repair, whose).prompts()
-        owner = whose.reuse if prompts is None else Terms(prefill="exact")
+        owner = whose.reuse if prompts is None else Terms()
         # One prompt at a time, so that full computations evict few blocks of the documents.
         groups = [ids] if prompts is None else [[one] for one in ids]
         checks = [

@@ -196,16 +196,12 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
 
     If the default is baseline, cache_prompt=true selects prefix_cache.
 
-    Sparse prefill replaces a default of chunk_kv_reuse by prefix_cache.
-
     Raises:
         ApiError: the engine does not support non-prefix KV reuse, or its options are given in
             another mode (400).
     """
     mode = body.mode or state.mode
-    prefill = check_prefill(state, body.prefill, "kvboost")
-    if body.mode is None and mode is GenerationMode.CHUNK_KV_REUSE and prefill == "sparse":
-        mode = GenerationMode.PREFIX_CACHE
+    check_prefill(state, body.prefill, "kvboost")
     if body.mode is None and body.cache_prompt and mode is GenerationMode.BASELINE:
         mode = GenerationMode.PREFIX_CACHE
     if mode is GenerationMode.CHUNK_KV_REUSE:

@@ -147,7 +147,7 @@ async def on_request(monkeypatch):
     monkeypatch.setattr(shareable, "FIRST_POSITION", 128)
     with fake_engine(200, 1500, prefill="on-request") as engine:
         engine.tokenizer.chat_template = TEMPLATE
-        app = create_app(engine, ServerSettings(model_name="fake", mode="chunk_kv_reuse"))
+        app = create_app(engine, ServerSettings(model_name="fake"))
         async with app_client(app, None) as client:
             yield client, engine
 
@@ -162,7 +162,7 @@ async def test_blocks_are_found_and_unpinned_only_with_their_prefill(on_request)
         assert warmed["pinned_tokens"] == pinned
         assert warmed["chunks_stored"] == pinned // 128
     for prefill, pinned in kinds.items():
-        chosen = {"mode": "prefix_cache", "prefill": prefill}
+        chosen = {"prefill": prefill}
         found = await asked(client, "/v1/completions", prompt=text, max_tokens=1, kvboost=chosen)
         assert found["kvboost"]["hit_tokens"]["pool"] == min(pinned, 639)
         ended = await asked(client, "/v1/unpin", text=text, prefill=prefill)
@@ -179,19 +179,6 @@ async def test_the_report_of_a_miss_compares_requests_of_the_same_prefill(on_req
         )
         causes.append(answer["kvboost"]["cause"])
     assert causes == ["first_seen", "first_seen", "private_tail", "none"]
-
-
-async def test_sparse_requests_do_not_have_the_default_of_reuse_at_other_positions(on_request):
-    client, _ = on_request
-    for prefill, mode in (("sparse", "prefix_cache"), ("exact", "chunk_kv_reuse")):
-        body = {"prompt": PROMPT, "max_tokens": 1, "kvboost": {"prefill": prefill}}
-        await asked(client, "/v1/completions", **body)
-        moved = {**body, "prompt": [*PROMPT[300:340], *PROMPT[:500]]}
-        assert (await asked(client, "/v1/completions", **moved))["kvboost"]["mode"] == mode
-    both = {"prefill": "sparse", "mode": "chunk_kv_reuse"}
-    answer = await client.post("/v1/completions", json={"prompt": PROMPT, "kvboost": both})
-    assert answer.status_code == 400
-    assert "prefill='sparse' computes prompts from exact prefixes only" in answer.text
 
 
 async def test_a_prefill_that_the_server_does_not_have_is_refused_by_every_route():
