@@ -104,9 +104,10 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         with _load(options.model, options, threading.Event()) as engine:
             if ended.is_set():
                 return
-            if process is not None:
-                # Models that are added to a single one get pools for this much memory, too.
-                set_own_limit(process.for_models)
+            if (bound := options.engine.get("max_memory")) is not None:
+                # Models that are added to a single one choose their format and pool for this much
+                # memory, too.
+                set_own_limit(bound)
             # A single model stays loaded unless keep_alive is set.
             leaves = bool(options.others) or options.settings.keep_alive is not None
             bare = dataclasses.replace(options, warm=(), warm_systems=(), warm_documents=())

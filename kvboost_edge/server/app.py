@@ -153,8 +153,7 @@ def create_app(
     models = Models(served, shared, budget, process)
     loader = models.loader
     loader.adopt(models.first, loader.prepared(models.first, engine))
-    # An engine with max_memory has checked it, and sized its pool for it.
-    if loader.taken > loader.budget and engine.config.max_memory is None:
+    if loader.taken > loader.budget:
         raise ConfigError(
             f"{'max_model_bytes' if process is None else 'max_memory'} allows {loader.budget} "
             f"bytes for models, less than the {loader.taken} bytes of the first model's weights, "

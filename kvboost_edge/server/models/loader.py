@@ -146,6 +146,11 @@ class Loader:
         served.num_bytes = reserved_bytes(engine)
         if self._process is not None:
             served.overhead = served.last_overhead = self._measured_overhead(served, engine)
+            if engine.config.max_memory is not None:
+                # The engine fits by its own measure, which may be smaller, and fits again later.
+                most = max(0, self._process.for_models - served.num_bytes)
+                served.overhead = served.last_overhead = min(served.overhead, most)
+                served.planned = served.num_bytes
         served.metrics = metrics
         return state
 

@@ -175,12 +175,12 @@ def test_overhead_is_measured_growth_plus_reserved_buffers(first, second, monkey
 
 def test_a_model_that_does_not_fit_beside_a_permanent_one_is_refused(first, second, monkeypatch):
     """The first engine checks its own limit, and the loader keeps others within it."""
-    monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 0)
+    monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 50_000_000)
     first.options["max_memory"] = 1 << 40
     second.options["num_blocks"] = 8
     with first.open() as engine:
         taken = loader.reserved_bytes(engine)
-        process = loader.ProcessMemory(1_000_000 + taken - 1, 1_000_000)
+        process = loader.ProcessMemory(1_000_000 + taken, 1_000_000)
         assert second.plan() < taken
         with serving(
             engine, others=[(("b",), second.source)], process=process, model_name="a"
@@ -194,6 +194,21 @@ def test_a_model_that_does_not_fit_beside_a_permanent_one_is_refused(first, seco
                 "'a' stays loaded and leaves 0.00 MB for others (--max-memory)"
                 in (error["message"])
             )
+
+
+def test_an_engine_that_checks_max_memory_itself_is_loaded_again(first, monkeypatch):
+    """It fits by its own measure, although the server's is larger."""
+    monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 50_000_000)
+    first.options["max_memory"] = 1 << 40
+    with first.open() as engine:
+        process = loader.ProcessMemory(1_000_000 + loader.reserved_bytes(engine), 1_000_000)
+        with serving(
+            engine, source=first.source, process=process, model_name="a", keep_alive=0.2
+        ) as server:
+            served = server.kv.models.first
+            wait_until(lambda: served.phase == "not_loaded", "the idle model to be unloaded")
+            assert ask(server, "a").status_code == 200
+            assert first.loads == 1
 
 
 async def test_a_model_larger_than_the_process_may_be_is_refused_with_the_calculation():
