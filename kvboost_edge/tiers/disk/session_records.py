@@ -444,6 +444,8 @@ def _encoded(session: Session, scope: str) -> bytes:
     body = content + b"\n" + _packed(session.token_ids)
     fields = dataclasses.asdict(session.info)
     del fields["record_bytes"]
+    if fields["prefill"] is None:
+        del fields["prefill"]  # earlier versions cannot read it
     described = {**fields, "scope": scope, "body": len(body)}
     described["sum"] = xxhash.xxh3_128_hexdigest(body)
     header = json.dumps(described, ensure_ascii=True).encode()
