@@ -399,7 +399,7 @@ _ISOLATION = (
     fault(
         "restores a session with the server's default prefill",
         "server/api/routes/sessions.py",
-        'prefill=check_prefill(state, found.info.prefill, "name"),',
+        'prefill=saved_prefill(state, found.info, "name"),',
         "prefill=None,",
         "tests/server/api/test_shareable.py",
     ),

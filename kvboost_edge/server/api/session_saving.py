@@ -18,7 +18,7 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.errors import CapacityError, KVBoostError
+from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
 from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.generation import record_cache_use
 from kvboost_edge.server.api.prompt_encoding import encode_prefix, estimate_prefix, prefix_size
@@ -46,6 +46,7 @@ __all__ = [
     "delete_session",
     "keep_session",
     "missing_session",
+    "saved_prefill",
     "saved_view",
     "session_view",
 ]
@@ -205,6 +206,29 @@ def _unpin(models: Models, tenant: str | None, cache_salt: str | None, session: 
     # The engine has stopped, which ends its pins, or does not have the session's prefill.
     except KVBoostError:
         return 0
+
+
+def saved_prefill(state: ModelState, info: SessionInfo, param: str) -> str | None:
+    """Return the prefill that a session was saved with; None for the server's default.
+
+    Args:
+        state: the model.
+        info: the session.
+        param: field that names the session, for the error.
+
+    Raises:
+        ApiError: the server does not support this prefill (400).
+    """
+    try:
+        state.engine.config.prefill_of(info.prefill)
+    except RequestError as error:
+        message = (
+            f"the session {info.name!r} was saved with prefill={info.prefill!r}, but this server "
+            "computes all prompts exactly; start it with --prefill on-request, or save the session "
+            "again"
+        )
+        raise bad_field(param, message) from error
+    return info.prefill
 
 
 def _pin_holder(name: str) -> str:

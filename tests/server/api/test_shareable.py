@@ -205,6 +205,20 @@ async def test_a_prefill_that_the_server_does_not_have_is_refused_by_every_route
                 assert "start it with prefill='on-request' (--prefill on-request)" in str(error)
 
 
+async def test_a_sparse_session_is_refused_by_a_server_without_sparse_prefill(on_request):
+    client, engine = on_request
+    messages = [{"role": "user", "content": "x" * 640}]
+    await asked(client, "/v1/sessions", name="a", messages=messages, prefill="sparse")
+    object.__setattr__(engine.config, "prefill", "exact")  # as after a restart
+    for path, body in (
+        ("/v1/sessions/a/restore", {}),
+        ("/slots/0?action=restore", {"filename": "a"}),
+    ):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400
+        assert "'a' was saved with prefill='sparse'" in answer.json()["error"]["message"]
+
+
 async def test_a_slot_is_saved_and_restored_with_the_prefill_of_its_request(on_request):
     client, engine = on_request
     chosen = {"prefill": "sparse"}

@@ -17,7 +17,6 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.checks import (
     ModelParam,
-    check_prefill,
     loaded_model,
     looked_up,
     respond_when_loaded,
@@ -44,7 +43,11 @@ from kvboost_edge.server.api.prompt_encoding import (
 )
 from kvboost_edge.server.api.schemas.sessions import SlotAction
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.session_saving import keep_session, missing_session
+from kvboost_edge.server.api.session_saving import (
+    keep_session,
+    missing_session,
+    saved_prefill,
+)
 from kvboost_edge.server.api_errors import ApiError
 from kvboost_edge.server.cache_report.recent_requests import RequestRecord
 from kvboost_edge.server.response_types import UNDECLARED_ERRORS
@@ -249,7 +252,7 @@ async def _restore_slot(
         name,
         found,
         cache_salt=given.cache_salt,
-        prefill=check_prefill(state, found.info.prefill, "filename"),
+        prefill=saved_prefill(state, found.info, "filename"),
         slot=slot,
     )
     return {

@@ -16,6 +16,7 @@ from kvboost_edge.server.api.session_saving import (
     delete_session,
     keep_session,
     missing_session,
+    saved_prefill,
     saved_view,
     session_view,
 )
@@ -134,7 +135,7 @@ async def restore(request: Request, name: Name, body: RestoreRequest | None = No
             name,
             found,
             cache_salt=given.cache_salt,
-            prefill=check_prefill(state, found.info.prefill, "name"),
+            prefill=saved_prefill(state, found.info, "name"),
             ttl=given.ttl,
             pin=given.pin,
             priority=check_priority(state, given.priority),
