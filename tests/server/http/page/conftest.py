@@ -317,6 +317,33 @@ def visiting(pages):
 
 
 @pytest.fixture
+def held_without_key(visiting, live_server):
+    """Function that opens the page and holds its requests for a path that have no API key.
+
+    It returns the page and the held requests, of which there is at least one.
+    """
+
+    def opened(path):
+        held = []
+
+        def answer_by_key(route):
+            if "authorization" in route.request.headers:
+                route.continue_()
+            else:
+                held.append(route)
+
+        visit = visiting(
+            live_server.base_url, prepare=lambda one: one.route(f"**{path}", answer_by_key)
+        )
+        visit.expected_failures = ("401",)
+        while not held:
+            visit.wait_for_timeout(10)
+        return visit, held
+
+    return opened
+
+
+@pytest.fixture
 def visit(visiting, live_server):
     """Page of the server without API keys, after its first update."""
     visit = visiting(live_server.base_url)

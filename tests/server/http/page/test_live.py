@@ -341,21 +341,8 @@ def test_the_live_view_polls_twice_a_second_and_backs_off_on_errors(visiting, li
 
 
 @pytest.mark.full
-def test_a_key_that_is_entered_during_a_refused_request_is_tried(visiting, live_server):
-    refused = []
-
-    def answer_by_key(route):
-        if "authorization" in route.request.headers:
-            route.continue_()
-        else:
-            refused.append(route)
-
-    visit = visiting(
-        live_server.base_url, prepare=lambda one: one.route("**/v1/blocks", answer_by_key)
-    )
-    visit.expected_failures = ("401",)
-    while not refused:
-        visit.wait_for_timeout(10)
+def test_a_key_that_is_entered_during_a_refused_request_is_tried(held_without_key):
+    visit, refused = held_without_key("/v1/blocks")
     visit.settings(api_key="key")
     # The page clears its figures when it has read the models with the key.
     visit.evaluate("document.querySelector('#live-state').textContent = 'not cleared'")

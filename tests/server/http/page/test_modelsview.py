@@ -363,21 +363,8 @@ def test_an_api_key_is_requested(visiting, keyed_server):
 
 
 @pytest.mark.full
-def test_a_late_refusal_of_an_earlier_key_is_ignored(visiting, live_server):
-    held = []
-
-    def answer_by_key(route):
-        if "authorization" in route.request.headers:
-            route.continue_()
-        else:
-            held.append(route)
-
-    visit = visiting(
-        live_server.base_url, prepare=lambda one: one.route("**/v1/models", answer_by_key)
-    )
-    visit.expected_failures = ("401",)
-    while not held:
-        visit.wait_for_timeout(10)
+def test_a_late_refusal_of_an_earlier_key_is_ignored(held_without_key):
+    visit, held = held_without_key("/v1/models")
     visit.settings(api_key="key")
     visit.press("#api-key", "Tab")
     visit.click("nav [data-view=models]")
