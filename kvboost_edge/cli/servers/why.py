@@ -41,7 +41,7 @@ WORDS = {
     "private_tail": (
         "the end of an earlier prompt and its answer are not shared, because the model computes "
         "with approximate options",
-        "to share them, do without --arithmetic wide and sparse prefill",
+        "to share them, turn off --arithmetic wide and sparse prefill",
     ),
     "evicted": (
         "it was cached, but then evicted for other requests",

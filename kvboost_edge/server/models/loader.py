@@ -336,8 +336,8 @@ class Loader:
             raise CapacityError(
                 f"{problem} {kept[0].name!r} stays loaded and leaves {gb(max(0, left))} for "
                 f"others ({self._option}); raise the limit, let {kept[0].name!r} be unloaded "
-                "(--keep-alive), make the pools smaller "
-                "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
+                "(--keep-alive), make the pools smaller (--max-cache-bytes, --num-blocks), or use "
+                "smaller weights (--weights int4)"
             )
         while (missing := self._missing(needed, overhead)) > 0:
             if self._ended.is_set() or not served.in_use:

@@ -1,8 +1,8 @@
 """Tiny models of the native runner by kind and weight format, for tests that run the same checks on
 many of them.
 
-If the variable TEST_MODELS is set, it is a folder with the models, see tests/arm64/models.py. Making
-them then takes no torch.
+If the variable TEST_MODELS is set, the models come from this folder, which tests/arm64/models.py
+writes, and torch is not needed.
 """
 
 from __future__ import annotations

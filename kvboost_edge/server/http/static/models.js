@@ -135,7 +135,7 @@ export class Models {
     }
   }
 
-  /** Returns whether no later read has ended before the read `number`, whose answer would be outdated then. */
+  /** Returns whether no later read than `number` has ended. If one has, the answer is outdated. */
   #isLatest(number) {
     this.#latest = Math.max(this.#latest, number);
     return this.#latest === number;
