@@ -21,6 +21,7 @@ last line is JSON. The random model is packed once and kept in the cache directo
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import sys
@@ -41,6 +42,8 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.processor import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.interpreter import run_program
@@ -162,6 +165,15 @@ class LinearOps:
         self._buffers[lt.B_LOGITS] = self._logits.ctypes.data
         self._tokens = tokens
 
+    def clear_panel(self) -> None:
+        """Set the quantized rows to zero.
+
+        What earlier passes left there may be read as subnormal scales, which are slow on Intel.
+        """
+        inputs = max(op.matrix.inputs for op in self._program.operations if _reads_panel(op))
+        size = self._tokens * inputs // GROUP * LARGEST_CELL
+        ctypes.memset(int(self._buffers[lt.B_PANEL]), 0, size)
+
     def find(self, kind: type[lt.Operation], outputs: int, inputs: int) -> list[int]:
         return [
             index
@@ -182,6 +194,10 @@ class LinearOps:
         self._team.run(
             run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads
         )
+
+
+def _reads_panel(op: lt.Operation) -> bool:
+    return isinstance(op, lt.LinearOp | lt.GatedOp) and op.matrix.panel == lt.B_PANEL
 
 
 def _outputs(op: lt.Operation) -> int:
@@ -271,6 +287,7 @@ def measure_rate(runner: NativeRunner, options: argparse.Namespace) -> list[dict
     team = KernelTeam(1)
     for tokens in TOKENS:
         ops = LinearOps(runner, tokens, team)
+        ops.clear_panel()
         shape = matrices()["gate_up"]
         index = ops.find(*shape)[:1]
         seconds = alternate(
