@@ -192,8 +192,9 @@ class AmxTiles(IntTiles):
         scales = [self._scales_at(b, at, part, self.parts) for at in source.scales]
         self._prefetch(b, tile, places, scales)
         for t, place in enumerate(places):
+            load = self._pairs(b, [place], source.tables[t])
             for pair in range(self.quads // 2):
-                for half, quad in enumerate(self._load_pair(b, place, pair, source.tables[t])):
+                for half, quad in enumerate(load(pair)):
                     line = b.add(out, int_constant((t * _QUADS + 2 * pair + half) * _LINE))
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 

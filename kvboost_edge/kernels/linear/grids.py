@@ -7,6 +7,7 @@ The layout of indices and signs is in weight_formats.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from llvmlite import ir
 
 from kvboost_edge.kernels.integers import V16I, int_constant
 from kvboost_edge.kernels.lazy import cgutils
-from kvboost_edge.kernels.linear.weight_formats import TABLE_OFFSET, WeightFormat
+from kvboost_edge.kernels.linear.grid_permutes import PermutedGrid, permutes_grid
+from kvboost_edge.kernels.linear.weight_formats import GROUP, TABLE_OFFSET, WeightFormat
 from kvboost_edge.kernels.vectors import I32, I64, LANES
 
-__all__ = ["emit_grid_pair", "grid_of"]
+__all__ = ["GridPairs", "grid_of"]
 
 _I8 = ir.IntType(8)
 _V64B = ir.VectorType(_I8, 64)
@@ -64,10 +66,8 @@ def grid_of(name: str) -> npt.NDArray[np.uint8]:
     return found
 
 
-def emit_grid_pair(
-    b: Builder, weight_format: WeightFormat, form: str, at: Value, pair: int, *, signed: bool
-) -> tuple[Value, Value]:
-    """Load the weights of quads 2 * pair and 2 * pair + 1, before scaling, as <16 x i32> each.
+class GridPairs:
+    """Weights of a group, or of a part of it, in pairs of quads, before scaling.
 
     Weights of formats with deltas are unsigned codes.
 
@@ -75,46 +75,66 @@ def emit_grid_pair(
         b: the builder.
         weight_format: a format with a grid.
         form: dot-product variant, which selects the instructions.
-        at: address of a group, or of a part of it.
-        pair: index of the pair.
+        places: addresses of the group's parts, or of one of them.
         signed: False to add TABLE_OFFSET to the weights.
     """
-    if weight_format.has_deltas:
-        return _emit_delta_pair(b, weight_format, form, at, pair)
-    size = weight_format.entry_weights
-    table = _table(b, weight_format, signed=signed)
-    if size == 4:
-        first, second = (
-            b.bitcast(
-                _emit_entries(
-                    b, table, _emit_indices(b, weight_format, form, at, entry), form, size
-                ),
-                _V64B,
+
+    def __init__(
+        self,
+        b: Builder,
+        weight_format: WeightFormat,
+        form: str,
+        places: Sequence[Value],
+        *,
+        signed: bool,
+    ) -> None:
+        self._b = b
+        self._format = weight_format
+        self._form = form
+        self._places = places
+        self._signed = signed
+        self._permuted = None
+        if permutes_grid(weight_format, form):
+            grid = grid_of(weight_format.name)
+            self._permuted = PermutedGrid(b, weight_format, grid, places, signed=signed)
+
+    def pair(self, pair: int) -> tuple[Value, Value]:
+        """Load quads 2 * pair and 2 * pair + 1 of the places, as <16 x i32> each."""
+        b = self._b
+        part, own = divmod(pair, GROUP // 8 // self._format.parts)
+        at = self._places[part]
+        if self._format.has_deltas:
+            return _emit_delta_pair(b, self._format, self._form, at, own)
+        if self._permuted is not None:
+            magnitudes = [self._permuted.quad(2 * pair + half) for half in range(2)]
+        else:
+            magnitudes = self._gathered(at, own)
+        signs = b.add(at, int_constant(LANES * self._format.part_entries))
+        quads = [
+            _emit_signed(
+                b, quad, b.add(signs, int_constant(_QUAD_SIGNS * (2 * own + half))), self._form
             )
-            for entry in (2 * pair, 2 * pair + 1)
-        )
-    else:
-        indices = _emit_indices(b, weight_format, form, at, pair)
-        entries = b.bitcast(
-            _emit_entries(b, table, indices, form, size), ir.VectorType(I32, 2 * LANES)
-        )
-        first, second = (
-            b.bitcast(
-                b.shuffle_vector(
-                    entries,
-                    entries,
-                    ir.Constant(V16I, list(range(half, 2 * LANES, 2))),
-                ),
-                _V64B,
-            )
-            for half in range(2)
-        )
-    signs = b.add(at, int_constant(LANES * weight_format.part_entries))
-    quads = [
-        _emit_signed(b, quad, b.add(signs, int_constant(_QUAD_SIGNS * (2 * pair + half))), form)
-        for half, quad in enumerate((first, second))
-    ]
-    return quads[0], quads[1]
+            for half, quad in enumerate(magnitudes)
+        ]
+        return quads[0], quads[1]
+
+    def _gathered(self, at: Value, pair: int) -> list[Value]:
+        """Return the entries of two quads of the part at an address, <64 x i8> each."""
+        b = self._b
+        size = self._format.entry_weights
+        table = _table(b, self._format, signed=self._signed)
+        if size == 4:
+            return [
+                b.bitcast(self._entries(table, at, entry), _V64B)
+                for entry in (2 * pair, 2 * pair + 1)
+            ]
+        entries = b.bitcast(self._entries(table, at, pair), ir.VectorType(I32, 2 * LANES))
+        halves = [ir.Constant(V16I, list(range(half, 2 * LANES, 2))) for half in range(2)]
+        return [b.bitcast(b.shuffle_vector(entries, entries, half), _V64B) for half in halves]
+
+    def _entries(self, table: Value, at: Value, entry: int) -> Value:
+        indices = _emit_indices(self._b, self._format, self._form, at, entry)
+        return _emit_entries(self._b, table, indices, self._form, self._format.entry_weights)
 
 
 def _emit_delta_pair(

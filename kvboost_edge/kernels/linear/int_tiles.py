@@ -11,7 +11,7 @@ benchmarks/bench/bench_linear.py compares decode with a plain read of the same b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -25,7 +25,7 @@ from kvboost_edge.kernels.integers import (
     int_constant,
 )
 from kvboost_edge.kernels.lazy import cgutils
-from kvboost_edge.kernels.linear.grids import emit_grid_pair
+from kvboost_edge.kernels.linear.grids import GridPairs
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.linear.simd_loads import (
     emit_load_pair,
@@ -55,6 +55,7 @@ from kvboost_edge.kernels.vectors import (
 __all__ = [
     "AHEAD",
     "IntTiles",
+    "LoadPair",
     "Target",
     "Tile",
     "emit_place",
@@ -77,6 +78,7 @@ prefetch is slower.
 
 Value = Any
 Builder = Any
+LoadPair = Callable[[int], tuple[Value, Value]]
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -291,8 +293,12 @@ class IntTiles:
                     )
             else:
                 self._prefetch(b, tile, places, [self._scales_at(b, at, group) for at in scales])
+            loaders = [
+                self._pairs(b, self._parts_of(b, place), table)
+                for place, table in zip(places, tables, strict=True)
+            ]
             for part in range(self.parts):
-                dots = self._dots(b, here, places, part, tables)
+                dots = self._dots(b, here, loaders, part)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
                 factors = [
                     emit_scales(b, self.format, *at, index)
@@ -361,30 +367,49 @@ class IntTiles:
             return emit_values(self.format, signed=signed)
         return emit_table(b, minima, signed=signed) if self.format.table else None
 
-    def _load_pair(
-        self, b: Builder, at: Value, pair: int, table: Value | None
-    ) -> tuple[Value, Value]:
-        """Load two quads like `emit_load_pair`; codes of a table or grid are looked up."""
+    def _parts_of(self, b: Builder, group: Value) -> list[Value]:
+        """Return the addresses of a group's parts."""
+        size = self.group_bytes // self.parts
+        return [b.add(group, int_constant(size * part)) for part in range(self.parts)]
+
+    def _pairs(self, b: Builder, places: Sequence[Value], table: Value | None) -> LoadPair:
+        """Return the function that loads a pair of quads like `emit_load_pair`.
+
+        Codes of a table or grid are looked up.
+
+        Args:
+            b: the builder.
+            places: addresses of a group's parts, or of one of them.
+            table: the result of `_table`.
+        """
         dot = GroupDot(b, self.kind, self.form)
         if self.format.grid is not None:
-            return emit_grid_pair(b, self.format, dot.form, at, pair, signed=not dot.seeded)
-        if table is None:
-            return emit_load_pair(b, self.format, at, pair)
-        return emit_table_pair(b, dot.form, table, at, pair)
+            return GridPairs(b, self.format, dot.form, places, signed=not dot.seeded).pair
+
+        def load(pair: int) -> tuple[Value, Value]:
+            part, own = divmod(pair, self.quads // 2)
+            if table is None:
+                return emit_load_pair(b, self.format, places[part], own)
+            return emit_table_pair(b, dot.form, table, places[part], own)
+
+        return load
 
     def _dots(
         self,
         b: Builder,
         here: Value,
-        groups: Sequence[Value],
+        loaders: Sequence[LoadPair],
         part: int,
-        tables: Sequence[Value | None],
     ) -> list[list[Value]]:
-        """Return the integer sums of one part of a group, indexed [tile][token]."""
+        """Return the integer sums of one part of a group, indexed [tile][token].
+
+        Args:
+            b: the builder.
+            here: address of the group's cell in the panel.
+            loaders: result of `_pairs` for the group of each tile.
+            part: index of the part.
+        """
         zero = ir.Constant(V16I, [0] * LANES)
-        places = [
-            b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups
-        ]
         seeds = [zero] * self.tokens
         if self.format.offset:
             seeds = [
@@ -395,7 +420,7 @@ class IntTiles:
         multiply = self._in_pairs if self.takes_pairs else self._one_by_one
         return [
             [self._joined(b, [plane[token] for plane in planes]) for token in range(self.tokens)]
-            for planes in multiply(b, here, places, part, tables, starts)
+            for planes in multiply(b, here, loaders, part, starts)
         ]
 
     def _codes_at(self, b: Builder, here: Value, plane: int, token: int, quad: int) -> Value:
@@ -406,9 +431,8 @@ class IntTiles:
         self,
         b: Builder,
         here: Value,
-        places: Sequence[Value],
+        loaders: Sequence[LoadPair],
         part: int,
-        tables: Sequence[Value | None],
         starts: Sequence[Sequence[Value]],
     ) -> list[list[list[Value]]]:
         """Return the sums [tile][plane][token] of one part of a group, for each token alone."""
@@ -417,10 +441,7 @@ class IntTiles:
             [[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)
         ]
         for pair in range(self.quads // 2):
-            loaded = [
-                self._load_pair(b, place, pair, table)
-                for place, table in zip(places, tables, strict=True)
-            ]
+            loaded = [load(part * self.quads // 2 + pair) for load in loaders]
             for half in range(2):
                 quads = [dot.prepare(two[half]) for two in loaded]
                 number = part * self.quads + 2 * pair + half
@@ -441,9 +462,8 @@ class IntTiles:
         self,
         b: Builder,
         here: Value,
-        places: Sequence[Value],
+        loaders: Sequence[LoadPair],
         part: int,
-        tables: Sequence[Value | None],
         starts: Sequence[Sequence[Value]],
     ) -> list[list[list[Value]]]:
         """Return the same sums as `_one_by_one`, for pairs of tokens."""
@@ -451,10 +471,7 @@ class IntTiles:
         firsts = range(0, self.tokens, 2)
         states = [[[dot.start() for _ in firsts] for _ in starts] for _ in range(self.tiles)]
         for pair in range(self.quads // 2):
-            quads = [
-                dot.prepare(*self._load_pair(b, place, pair, table))
-                for place, table in zip(places, tables, strict=True)
-            ]
+            quads = [dot.prepare(*load(part * self.quads // 2 + pair)) for load in loaders]
             number = part * self.quads + 2 * pair
             for plane in range(self.planes):
                 for index, first in enumerate(firsts):

@@ -177,8 +177,9 @@ class UnpackedTiles(IntTiles):
         with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
             here = emit_place(b, at, pair, self.group_bytes // self.parts // pairs)
             out = emit_place(b, place, pair, 2 * _LINE)
+            load = self._pairs(b, [here], table)
             for first_pair in range(1 if alike else pairs):
-                for half, quad in enumerate(self._load_pair(b, here, first_pair, table)):
+                for half, quad in enumerate(load(first_pair)):
                     to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
                     b.store(quad, b.inttoptr(to, ir.PointerType()), align=_LINE)
 

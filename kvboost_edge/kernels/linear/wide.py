@@ -19,6 +19,7 @@ A slab is the part of a pair of weight tiles that is multiplied at once. Its cod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ from kvboost_edge.kernels.integers import (
 from kvboost_edge.kernels.jit import intrinsic, named_kernel
 from kvboost_edge.kernels.lazy import types
 from kvboost_edge.kernels.linear.amx import emit_on_tile, emit_tile_call, tile_configuration
-from kvboost_edge.kernels.linear.grids import emit_grid_pair
+from kvboost_edge.kernels.linear.grids import GridPairs
 from kvboost_edge.kernels.linear.int_tiles import (
+    LoadPair,
     emit_place,
     emit_slots,
     splat_f32_at,
@@ -251,8 +253,9 @@ class _Requantizer:
     ) -> tuple[Value, Value]:
         """Store a part's codes as signed bytes, and return the lowest and highest of each row."""
         least = most = None
+        load = self._pairs(b, at, table)
         for pair in range(self.quads // 2):
-            for half, quad in enumerate(self._load_pair(b, at, table, pair)):
+            for half, quad in enumerate(load(pair)):
                 codes = b.bitcast(quad, _V64B)
                 if not (self.format.is_looked_up or self.format.minima):
                     offset = self.format.offset
@@ -267,12 +270,12 @@ class _Requantizer:
                     most = b.select(b.icmp_signed(">", codes, most), codes, most)
         return self._of_row(b, least, "<"), self._of_row(b, most, ">")
 
-    def _load_pair(self, b: Builder, at: Value, table: Value | None, pair: int) -> Any:
+    def _pairs(self, b: Builder, at: Value, table: Value | None) -> LoadPair:
         if self.format.grid is not None:
-            return emit_grid_pair(b, self.format, dot_form(), at, pair, signed=True)
+            return GridPairs(b, self.format, dot_form(), [at], signed=True).pair
         if table is not None:
-            return emit_table_pair(b, dot_form(), table, at, pair)
-        return emit_load_pair(b, self.format, at, pair)
+            return functools.partial(emit_table_pair, b, dot_form(), table, at)
+        return functools.partial(emit_load_pair, b, self.format, at)
 
     def _of_row(self, b: Builder, codes: Value, sign: str) -> Value:
         """Return the extreme of each lane's four bytes as float32."""

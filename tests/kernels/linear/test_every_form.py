@@ -16,7 +16,7 @@ from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_module
 from helpers.kernels.weight_formats import GRIDS
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
-from kvboost_edge.kernels.linear import simd_loads
+from kvboost_edge.kernels.linear import grid_permutes, simd_loads
 from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
 from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
@@ -125,6 +125,28 @@ def _shuffle(name, lanes, size, zeros):
     return "\n".join([head, *lines, f"ret {kind} %v{lanes}", "}"])
 
 
+MULTISHIFT = "llvm.x86.avx512.pmultishift.qb.512"
+
+
+def _multishift(name):
+    """Return a function that takes 8 bits of a quadword, from a place of its own for each byte."""
+    lines = ["%quads = bitcast <64 x i8> %bytes to <8 x i64>"]
+    for lane in range(64):
+        lines += [
+            f"%q{lane} = extractelement <8 x i64> %quads, i32 {lane // 8}",
+            f"%c{lane} = extractelement <64 x i8> %places, i32 {lane}",
+            f"%l{lane} = and i8 %c{lane}, 63",
+            f"%w{lane} = zext i8 %l{lane} to i64",
+            f"%r{lane} = call i64 @llvm.fshr.i64(i64 %q{lane}, i64 %q{lane}, i64 %w{lane})",
+            f"%b{lane} = trunc i64 %r{lane} to i8",
+            f"%v{lane + 1} = insertelement <64 x i8> {f'%v{lane}' if lane else 'undef'}, i8 "
+            f"%b{lane}, i32 {lane}",
+        ]
+    head = f"define <64 x i8> @{name}(<64 x i8> %places, <64 x i8> %bytes) {{"
+    declaration = "declare i64 @llvm.fshr.i64(i64, i64, i64)"
+    return "\n".join([declaration, head, *lines, "ret <64 x i8> %v64", "}"])
+
+
 # Instructions that load entries of a grid: how many at once, and the bits of an entry.
 GATHERS = {
     "llvm.x86.avx512.mask.gather.dpi.512": (16, 32),
@@ -218,7 +240,8 @@ def _run(tiles, functions, definitions=""):
         ]
         text = "\n".join(lines).replace(f'@"{MATRIX}"', "@emulated_matrix") + "\n" + _matrix()
     functions_of = dict.fromkeys(SHUFFLES, _shuffle) | dict.fromkeys(GATHERS, _gather)
-    for number, (name, shape) in enumerate((SHUFFLES | GATHERS).items()):
+    functions_of[MULTISHIFT] = _multishift
+    for number, (name, shape) in enumerate((SHUFFLES | GATHERS | {MULTISHIFT: ()}).items()):
         if f'@"{name}"' in text:
             lines = [
                 line
@@ -344,3 +367,23 @@ def test_every_table_lookup_gives_the_same_integers(
     if form in INSTRUCTIONS or (form, triple) == ("plain", "x86_64"):
         definitions = _dot("emulated_dot", *INSTRUCTIONS[form][1:]) if form in INSTRUCTIONS else ""
         np.testing.assert_array_equal(_run(tiles, {}, definitions), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in ("iq2xxs", "iq2xs", "iq3xxs", "iq3s") for form in ("vnni512", "amx")],
+)
+def test_permutations_find_the_entries_of_a_grid(name, form, monkeypatch):
+    """The weights are those of the gathers, which other processors use."""
+    kind = FORMATS[name].kind
+    plain = _plain(kind, False, 32 if form == "amx" else 2)
+    monkeypatch.setattr(linear_amx, "MATRIX_TOKENS", 32)
+    tiles = linear_amx.AmxTiles(kind, False) if form == "amx" else IntTiles(kind, 1, 2, False, form)
+    functions = _Registers().functions
+    definitions = _dot("emulated_dot", *INSTRUCTIONS["vnni512"][1:]) if form != "amx" else ""
+    for permutes in (True, False):
+        monkeypatch.setattr(grid_permutes, "has_byte_permute", lambda found=permutes: found)
+        text = tile_module(tiles, "")
+        assert (f'call <64 x i8> @"{MULTISHIFT}"' in text) == permutes
+        assert ("gather" in text) != permutes
+        np.testing.assert_array_equal(_run(tiles, functions, definitions), plain)
