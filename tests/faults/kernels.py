@@ -123,6 +123,13 @@ FAULTS = (
         *_SELECTION,
     ),
     fault(
+        "sparse prefill selects key blocks for the first query head only",
+        "kernels/attention/block_selection.py",
+        "for head in range(shape.heads_per_kv):",
+        "for head in range(1):",
+        *_SELECTION,
+    ),
+    fault(
         "sparse prefill selects by the first tokens of a quantized block",
         "kernels/quantized_kv/sparse_code_attend.py",
         "codes = here + 4 * (position % layout.block_size)",

@@ -5,12 +5,14 @@ A query block is the rows of 16 consecutive tokens for all query heads of a KV h
 XAttention (Xu et al., 2025) with a stride of 16:
 
 1. The antidiagonal score of a key block is the mean of q[i] . k[15 - i] over i.
-2. The softmax over the key blocks gives each a mass, which is summed over the query heads.
+2. The softmax over the key blocks gives each a mass for every query head.
 3. The first key blocks (attention sinks) and the last ones before the query block's tile are always
-   kept. Of the others, the fewest are kept with which the kept mass reaches the mass threshold, 90%
-   of the total.
+   kept. Of the others, each query head keeps the fewest with which its kept mass reaches the mass
+   threshold. The query block attends to what any of its heads keeps.
 
-The number of kept key blocks therefore differs by layer, KV head and query block.
+The number of kept key blocks therefore differs by layer, KV head and query block. One threshold for
+the sum over the heads would be cheaper, but it would lose most of what a single head reads far
+away, if the other heads of the group read what is always kept.
 
 Masses are rounded to integers before they are summed and compared, so the selection is exact: it
 depends only on the tokens and their positions. Equal masses are kept in order of position.
@@ -68,8 +70,8 @@ SINK_BLOCKS = 4
 """Key blocks at the start of the text that are always kept."""
 LOCAL_BLOCKS = 16
 """Key blocks before the tile of a query block that are always kept."""
-MASS_THRESHOLD = 900
-"""Mass that the kept key blocks reach, in thousandths of the total."""
+MASS_THRESHOLD = 850
+"""Mass that the key blocks kept for a query head reach, in thousandths of the head's total."""
 FULL_MASS = 1 << 30
 """Integer mass that corresponds to all of the softmax."""
 _DIGIT = 10  # bits
@@ -105,7 +107,6 @@ class _Scratch(NamedTuple):
         zeros: float32 [dim], key zeros of a quantized key block.
         steps: float32 [dim], key steps.
         scores: float32 [heads, blocks], blocks padded to 16.
-        masses: float32 [blocks].
         rounded: int64 [blocks], integer masses.
         bins: int64 [1024].
         kept: int64 [blocks].
@@ -116,7 +117,6 @@ class _Scratch(NamedTuple):
     zeros: int
     steps: int
     scores: int
-    masses: int
     rounded: int
     bins: int
     kept: int
@@ -136,7 +136,7 @@ def selection_floats(heads_per_kv: int, dim: int, num_tokens: int) -> int:
     """
     heads = _padded(heads_per_kv, ROWS)
     blocks = _padded(-(-num_tokens // LANES), LANES)
-    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + (heads + 1) * blocks
+    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + heads * blocks
     return floats + 2 * (2 * blocks + _BINS) + 9 * LANES
 
 
@@ -155,8 +155,7 @@ def _lay_out(shape: AttentionShape, num_blocks: int, scratch: int) -> _Scratch:
     zeros = _after(keys, 8 * dim * LANES)
     steps = _after(zeros, 4 * dim)
     scores = _after(steps, 4 * dim)
-    masses = _after(scores, 4 * heads * blocks)
-    rounded = _after(masses, 4 * blocks)
+    rounded = _after(scores, 4 * heads * blocks)
     bins = _after(rounded, 8 * blocks)
     return _Scratch(
         queries=queries,
@@ -164,7 +163,6 @@ def _lay_out(shape: AttentionShape, num_blocks: int, scratch: int) -> _Scratch:
         zeros=zeros,
         steps=steps,
         scores=scores,
-        masses=masses,
         rounded=rounded,
         bins=bins,
         kept=_after(bins, 8 * _BINS),
@@ -226,17 +224,16 @@ def _reduce_lanes(b: Builder, x: Value, combine: Any) -> Value:
 
 
 @intrinsic
-def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
-    """Add the softmax of one head to the masses. Scores are logarithms to base 2, overwritten.
+def _softmax(typing: Any, scores: Any, vectors: Any) -> Any:
+    """Replace the scores of one head, logarithms to base 2, by their softmax.
 
     Args:
         scores: address of float32 [vectors * 16].
         vectors: number of vectors of 16 key blocks.
-        masses: address of float32 like `scores`, updated.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        scores, vectors, masses = arguments
+        scores, vectors = arguments
         lowest = ir.Constant(V16, [float("-inf")] * LANES)
         slot = cgutils.alloca_once(b, V16)
 
@@ -257,13 +254,11 @@ def _add_softmax(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
         total = _reduce_lanes(b, b.load(slot), b.fadd)
         inverse = b.fdiv(emit_splat(b, ir.Constant(F32, 1.0)), total)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
-            offset = b.mul(loop.index, ir.Constant(I64, _LINE))
-            place = b.add(masses, offset)
-            weight = emit_load(b, V16, b.add(scores, offset))
-            emit_store(b, emit_fma(b, weight, inverse, emit_load(b, V16, place)), place)
+            at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
+            emit_store(b, b.fmul(emit_load(b, V16, at), inverse), at)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
 @kernel
@@ -309,8 +304,8 @@ def _is_always_kept(block: int, num_blocks: int) -> Any:
 
 
 @kernel
-def _keep_blocks(masses: int, num_blocks: int, bins: int, kept: int) -> Any:
-    """Write the kept key blocks to `kept` in ascending order, and return their number.
+def _mark_blocks(masses: int, num_blocks: int, bins: int, marks: int) -> None:
+    """Mark the key blocks that a head needs, with 1 in int64 [num_blocks].
 
     The integer masses of those that are always kept are overwritten with 0.
     """
@@ -322,27 +317,37 @@ def _keep_blocks(masses: int, num_blocks: int, bins: int, kept: int) -> Any:
         if _is_always_kept(block, num_blocks):
             needed -= mass
             store_i64(masses + 8 * block, 0)
+            store_i64(marks + 8 * block, 1)
     needed += (total * MASS_THRESHOLD + 999) // 1000
+    if needed <= 0:
+        return
     smallest, equal = keep_largest(masses, num_blocks, needed, bins)
-    count = 0
     for block in range(num_blocks):
         mass = load_i64(masses + 8 * block)
-        keeps = _is_always_kept(block, num_blocks) or mass > smallest
-        if not keeps and mass == smallest and equal > 0:
+        keeps = mass > smallest
+        if mass == smallest and equal > 0:
             keeps = True
             equal -= 1
         if keeps:
-            store_i64(kept + 8 * count, block)
+            store_i64(marks + 8 * block, 1)
+
+
+@kernel
+def _marked(marks: int, num_blocks: int) -> Any:
+    """Replace marks by the indices of marked blocks in ascending order, and return their number."""
+    count = 0
+    for block in range(num_blocks):
+        if load_i64(marks + 8 * block) != 0:
+            store_i64(marks + 8 * count, block)
             count += 1
     return count
 
 
 @kernel
-def _round_masses(masses: int, rounded: int, num_blocks: int, heads: int) -> None:
+def _round_masses(masses: int, rounded: int, num_blocks: int) -> None:
     """Round the masses of all key blocks to integers that sum to about `FULL_MASS`."""
-    scale = np.float32(FULL_MASS) / np.float32(heads)
     for block in range(num_blocks):
-        mass = load_f32(masses + 4 * block) * scale
+        mass = load_f32(masses + 4 * block) * np.float32(FULL_MASS)
         number = 0
         if mass >= np.float32(FULL_MASS):
             number = FULL_MASS - 1
@@ -459,13 +464,15 @@ def selector(name: str, quads: bool, stage: Any) -> Any:
                 parts.scores + 4 * block,
                 row_bytes,
             )
-        fill(parts.masses, vectors * LANES, np.float32(0.0))
+        for block in range(num_blocks):
+            store_i64(parts.kept + 8 * block, 0)
         for head in range(shape.heads_per_kv):
             scores = parts.scores + row_bytes * head
             fill(scores + 4 * num_blocks, vectors * LANES - num_blocks, np.float32(-np.inf))
-            _add_softmax(scores, vectors, parts.masses)
-        _round_masses(parts.masses, parts.rounded, num_blocks, shape.heads_per_kv)
-        num_kept = _keep_blocks(parts.rounded, num_blocks, parts.bins, parts.kept)
+            _softmax(scores, vectors)
+            _round_masses(scores, parts.rounded, num_blocks)
+            _mark_blocks(parts.rounded, num_blocks, parts.bins, parts.kept)
+        num_kept = _marked(parts.kept, num_blocks)
         return BlockSelection(more, parts.kept, num_kept, start)
 
     return select

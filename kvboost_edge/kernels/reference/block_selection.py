@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 
 
 def block_masses(queries: Doubles, keys: Doubles) -> Doubles:
-    """Return the mean softmax mass of each key block over the query heads, float64 [num_blocks].
+    """Return the softmax mass of each key block, float64 [heads, num_blocks].
 
     Args:
         queries: [16 tokens, heads, dim], with the softmax scale applied.
@@ -30,7 +30,7 @@ def block_masses(queries: Doubles, keys: Doubles) -> Doubles:
     blocks = keys.reshape(-1, LANES, keys.shape[1])
     scores = np.einsum("thd,std->hs", queries[::-1], blocks) / QUERY_BLOCK
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    masses: Doubles = (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+    masses: Doubles = weights / weights.sum(axis=1, keepdims=True)
     return masses
 
 
@@ -55,7 +55,10 @@ def kept_blocks(masses: Doubles) -> npt.NDArray[np.bool_]:
         masses: result of `block_masses`.
     """
     rounded = np.minimum(masses * FULL_MASS, FULL_MASS - 1).astype(np.int64)
-    index = np.arange(rounded.size)
-    always = (index < SINK_BLOCKS) | (index >= rounded.size - LOCAL_BLOCKS)
-    needed = -(-int(rounded.sum()) * MASS_THRESHOLD // 1000) - int(rounded[always].sum())
-    return always | largest_kept(np.where(always, 0, rounded), needed)
+    index = np.arange(rounded.shape[1])
+    always = (index < SINK_BLOCKS) | (index >= index.size - LOCAL_BLOCKS)
+    kept = always
+    for head in rounded:
+        needed = -(-int(head.sum()) * MASS_THRESHOLD // 1000) - int(head[always].sum())
+        kept = kept | largest_kept(np.where(always, 0, head), needed)
+    return kept
