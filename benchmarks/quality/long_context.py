@@ -31,21 +31,13 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks.harness import parser, report
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.retrieval import score_answer
+from kvboost_edge.engine.retrieval import FILLER, score_answer
 
 KEYS, NEEDLES, CHAINS = 16, 3, 3  # per length
 LINKS = 4
 LONGEST = 48  # tokens of an answer
 ROOM = 160  # tokens of the template, a question and its answer
 LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
-FILLER = (
-    "The grass is green, the sky is blue and the sun is yellow.",
-    "Trains leave the station every hour, and most of them are on time.",
-    "A baker gets up early, long before the first guests of the day arrive.",
-    "Rivers carry sand to the sea, where it forms beaches and islands.",
-    "The library opens at nine and closes when the last reader has left.",
-    "In winter the lake freezes, and children skate on it until dark.",
-)
 COLORS = "amber black brown cobalt copper crimson green grey indigo ivory olive scarlet".split()
 THINGS = (
     "anchor basket candle dragon engine feather garden hammer kettle ladder mirror saddle".split()

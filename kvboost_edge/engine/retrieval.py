@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
 __all__ = [
+    "FILLER",
     "LONGEST_ANSWER",
     "MIN_CONTEXT",
     "TASKS",
@@ -42,7 +43,7 @@ __all__ = [
 
 _SAMPLE = 200  # pieces of filler whose tokens are counted
 
-_FILLER = (
+FILLER = (
     "The grass is green, the sky is blue and the sun is yellow.",
     "Trains leave the station every hour, and most of them are on time.",
     "A baker gets up early, long before the first guests of the day arrive.",
@@ -50,6 +51,7 @@ _FILLER = (
     "The library opens at nine and closes when the last reader has left.",
     "In winter the lake freezes, and children skate on it until dark.",
 )
+"""Sentences between which facts are hidden."""
 _WORDS = (
     *("anchor", "basket", "candle", "dragon", "engine", "feather", "garden", "hammer", "island"),
     *("jacket", "kettle", "ladder", "mirror", "needle", "orange", "pencil", "quarry", "ribbon"),
@@ -100,7 +102,7 @@ def _needle(rng: random.Random, keys: int) -> LongText:
         for name, number in zip(names, numbers, strict=True)
     ]
     rng.shuffle(questions)  # the first ones must not ask for the start of the text
-    return LongText(parts, lambda: rng.choice(_FILLER), questions, 16)
+    return LongText(parts, lambda: rng.choice(FILLER), questions, 16)
 
 
 def _variables(rng: random.Random) -> LongText:
@@ -123,7 +125,7 @@ def _variables(rng: random.Random) -> LongText:
         for chain, value in zip(chains, values, strict=True)
     ]
     rng.shuffle(questions)
-    return LongText(shuffled, lambda: rng.choice(_FILLER), questions, LONGEST_ANSWER)
+    return LongText(shuffled, lambda: rng.choice(FILLER), questions, LONGEST_ANSWER)
 
 
 def _common_words(rng: random.Random) -> LongText:

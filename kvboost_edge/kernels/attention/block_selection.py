@@ -10,9 +10,9 @@ XAttention (Xu et al., 2025) with a stride of 16:
    kept. Of the others, each query head keeps the fewest with which its kept mass reaches the mass
    threshold. The query block attends to what any of its heads keeps.
 
-The number of kept key blocks therefore differs by layer, KV head and query block. One threshold for
-the sum over the heads would be cheaper, but it would lose most of what a single head reads far
-away, if the other heads of the group read what is always kept.
+The number of kept key blocks therefore differs by layer, KV head and query block. With one
+threshold for the sum over the heads, fewer would be kept. But if most heads read what is always
+kept, a head that reads far away would lose much of its mass.
 
 Masses are rounded to integers before they are summed and compared, so the selection is exact: it
 depends only on the tokens and their positions. Equal masses are kept in order of position.

@@ -1,10 +1,10 @@
 """Lookups in grids by byte permutations, for processors with AVX512-VBMI.
 
 A gather loads 8 or 16 entries of a grid, one by one, and takes most of the time of a decode step.
-Here, the magnitudes of an entry are numbered: 2 bits each for 8 weights, or 3 bits each for 4. An
-entry then has two bytes, and each byte has a table of 256 or 512 bytes, which `vpermb` looks up in
-parts of 64. 64 indices take 4 or 8 permutations per byte. `vpmultishiftqb`
-moves the numbers of 8 weights to bytes, and another `vpermb` looks their magnitudes up.
+Here, each weight of an entry has the number of its magnitude: 2 bits for each of 8 weights, or 3
+bits for each of 4. An entry then has two bytes. Each byte has a table of 256 or 512 bytes, which
+`vpermb` looks up in parts of 64, so 64 entries take 4 or 8 permutations per byte. `vpmultishiftqb`
+moves the numbers of a quad's weights to bytes, and another `vpermb` looks up their magnitudes.
 """
 
 from __future__ import annotations
@@ -126,14 +126,13 @@ class PermutedGrid:
         """
         found = self._found.get(vector)
         if found is None:
-            indices, bits = self._indices(vector), self._high_bits(vector)
+            indices = self._indices(vector)
+            bits = self._high_bits(vector)
             found = [self._plane(0, indices, bits)]
             if self._format.entry_weights == 4:
                 order = [*range(32, 64), *range(32)]
-                indices, bits = (
-                    self._exchanged(indices, order),
-                    [self._exchanged(bit, order) for bit in bits],
-                )
+                indices = self._exchanged(indices, order)
+                bits = [self._exchanged(bit, order) for bit in bits]
             found.append(self._plane(1, indices, bits))
             self._found[vector] = found
         return found
@@ -143,7 +142,7 @@ class PermutedGrid:
         return self._b.shuffle_vector(vector, vector, places)
 
     def _indices(self, vector: int) -> Value:
-        """Load the low bytes of 64 indices; with one of two parts, the upper half is undefined."""
+        """Load the low bytes of 64 indices. Those of one of two parts are repeated."""
         b = self._b
         if self._format.parts == 1:
             place = b.add(self._places[0], int_constant(_TABLE * vector))

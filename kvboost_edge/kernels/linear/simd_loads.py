@@ -73,7 +73,7 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
     """Load quads 2 * pair and 2 * pair + 1 as unsigned bytes, <16 x i32> each.
 
-    For formats with a table or values, use `emit_table_pair`, and with a grid, `emit_grid_pair`.
+    For formats with a table or values, use `emit_table_pair`, and with a grid, `GridPairs`.
 
     Args:
         form: the weight format.
