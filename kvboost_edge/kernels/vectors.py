@@ -54,6 +54,7 @@ __all__ = [
     "load_scalar",
     "relax",
     "store_f32",
+    "store_i32",
     "store_i64",
     "store_scalar",
 ]
@@ -339,6 +340,17 @@ def store_f32(typing: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), codegen
+
+
+@intrinsic
+def store_i32(typing: Any, address: Any, value: Any) -> Any:
+    """Store the lower 32 bits of an int64 at a byte address."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        b.store(b.trunc(arguments[1], I32), b.inttoptr(arguments[0], _POINTER), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -40,7 +40,7 @@ HashFn = Callable[[bytes, bytes], bytes]
 TOKEN_BYTES = 4
 HASH_BYTES = 32
 _MAX_TOKEN_ID = 2**32 - 1
-_SELECTION_VERSION = 2  # increment it when sparse prefill attends to other blocks
+_SELECTION_VERSION = 3  # increment it when sparse prefill attends to other blocks
 _WORDS = struct.Struct("<4Q")
 
 STATE_WORD = int.from_bytes(hashlib.sha256(b"kvboost-edge state 1\n").digest()[:8], "little")

@@ -118,8 +118,8 @@ FAULTS = (
     fault(
         "sparse prefill drops the local key blocks",
         "kernels/attention/block_selection.py",
-        "block >= num_blocks - LOCAL_BLOCKS",
-        "block >= num_blocks",
+        "max(first, num_blocks - LOCAL_BLOCKS)",
+        "max(first, num_blocks)",
         *_SELECTION,
     ),
     fault(

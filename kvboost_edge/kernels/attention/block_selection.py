@@ -27,12 +27,13 @@ import numpy as np
 from llvmlite import ir
 
 from kvboost_edge.kernels.attention.call import AttentionShape, Unit
-from kvboost_edge.kernels.attention.float_tiles import ROWS, TILE, fill
-from kvboost_edge.kernels.integers import emit_loop
+from kvboost_edge.kernels.attention.float_tiles import STRIPS, TILE, fill
+from kvboost_edge.kernels.integers import V16I
 from kvboost_edge.kernels.jit import intrinsic, kernel, named_kernel
 from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.vectors import (
     F32,
+    I32,
     I64,
     LANES,
     V16,
@@ -48,6 +49,7 @@ from kvboost_edge.kernels.vectors import (
     load_i32,
     load_i64,
     store_f32,
+    store_i32,
     store_i64,
 )
 
@@ -72,9 +74,9 @@ LOCAL_BLOCKS = 16
 """Key blocks before the tile of a query block that are always kept."""
 MASS_THRESHOLD = 850
 """Mass that the key blocks kept for a query head reach, in thousandths of the head's total."""
-FULL_MASS = 1 << 30
+FULL_MASS = 1 << 22
 """Integer mass that corresponds to all of the softmax."""
-_DIGIT = 10  # bits
+_DIGIT = 11  # bits
 _BINS = 1 << _DIGIT
 _LINE = 4 * LANES
 
@@ -102,13 +104,14 @@ class _Scratch(NamedTuple):
     """Addresses of the scratch of a selection.
 
     Attributes:
-        queries: float32 [heads, dim, 16], in reverse order of tokens; heads are padded to 4.
-        keys: float32 [2, dim, 16], the keys of two key blocks.
+        queries: float32 [heads, dim, 16], in reverse order of tokens.
+        keys: float32 [4, dim, 16], the keys of four key blocks.
         zeros: float32 [dim], key zeros of a quantized key block.
         steps: float32 [dim], key steps.
         scores: float32 [heads, blocks], blocks padded to 16.
-        rounded: int64 [blocks], integer masses.
-        bins: int64 [1024].
+        masses: int32 [blocks], blocks padded to 16.
+        marks: int32 [blocks], -1 for blocks to keep.
+        bins: int64 [2048].
         kept: int64 [blocks].
     """
 
@@ -117,7 +120,8 @@ class _Scratch(NamedTuple):
     zeros: int
     steps: int
     scores: int
-    rounded: int
+    masses: int
+    marks: int
     bins: int
     kept: int
 
@@ -134,10 +138,9 @@ def selection_floats(heads_per_kv: int, dim: int, num_tokens: int) -> int:
         dim: channels per head, padded to a multiple of 16.
         num_tokens: largest number of tokens before a row.
     """
-    heads = _padded(heads_per_kv, ROWS)
     blocks = _padded(-(-num_tokens // LANES), LANES)
-    floats = heads * dim * LANES + 2 * dim * LANES + 2 * dim + heads * blocks
-    return floats + 2 * (2 * blocks + _BINS) + 9 * LANES
+    floats = (heads_per_kv + STRIPS) * dim * LANES + 2 * dim + heads_per_kv * blocks
+    return floats + 2 * blocks + 2 * (_BINS + blocks) + 10 * LANES
 
 
 @kernel
@@ -147,73 +150,92 @@ def _after(address: int, num_bytes: int) -> int:
 
 @kernel
 def _lay_out(shape: AttentionShape, num_blocks: int, scratch: int) -> _Scratch:
-    heads = (shape.heads_per_kv + ROWS - 1) // ROWS * ROWS
+    heads = shape.heads_per_kv
     dim = shape.padded_dim
     blocks = (num_blocks + LANES - 1) // LANES * LANES
     queries = scratch
     keys = _after(queries, 4 * heads * dim * LANES)
-    zeros = _after(keys, 8 * dim * LANES)
+    zeros = _after(keys, 4 * STRIPS * dim * LANES)
     steps = _after(zeros, 4 * dim)
     scores = _after(steps, 4 * dim)
-    rounded = _after(scores, 4 * heads * blocks)
-    bins = _after(rounded, 8 * blocks)
+    masses = _after(scores, 4 * heads * blocks)
+    marks = _after(masses, 4 * blocks)
+    bins = _after(marks, 4 * blocks)
     return _Scratch(
         queries=queries,
         keys=keys,
         zeros=zeros,
         steps=steps,
         scores=scores,
-        rounded=rounded,
+        masses=masses,
+        marks=marks,
         bins=bins,
         kept=_after(bins, 8 * _BINS),
     )
 
 
-@intrinsic
-def _antidiagonal_scores(
-    typing: Any, queries: Any, keys: Any, dim: Any, fours: Any, scores: Any, row_bytes: Any
-) -> Any:
-    """Compute the scores of two key blocks: sums over channels and lanes of query x key.
+def _scores_of(num_heads: int) -> Any:
+    """Return the intrinsic that computes the antidiagonal scores of 1 to 4 heads."""
 
-    Args:
-        queries: address of float32 [fours * 4, dim, 16].
-        keys: address of float32 [2, dim, 16].
-        dim: number of channels.
-        fours: number of heads / 4.
-        scores: address of float32 [fours * 4, row_bytes / 4]; two columns are written.
-        row_bytes: bytes per row of `scores`.
-    """
+    @intrinsic
+    def scores(typing: Any, queries: Any, keys: Any, dim: Any, out: Any, row_bytes: Any) -> Any:
+        """Sum query x key over channels and lanes, for four key blocks.
 
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        queries, keys, dim, fours, scores, row_bytes = arguments
-        size = b.mul(dim, ir.Constant(I64, _LINE))
-        zero = ir.Constant(V16, [0.0] * LANES)
-        sums = [cgutils.alloca_once(b, V16) for _ in range(2 * ROWS)]
-        with emit_loop(b, fours) as four:
-            first = b.mul(four, ir.Constant(I64, ROWS))
+        Args:
+            queries: address of float32 [num_heads, dim, 16].
+            keys: address of float32 [4, dim, 16].
+            dim: number of channels.
+            out: address of float32 [num_heads, row_bytes / 4]; four columns are written.
+            row_bytes: bytes per row of `out`.
+        """
+
+        def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+            queries, keys, dim, out, row_bytes = arguments
+            sums = [cgutils.alloca_once(b, V16) for _ in range(num_heads * STRIPS)]
             for slot in sums:
-                b.store(zero, slot)
-            base = b.add(queries, b.mul(first, size))
+                b.store(ir.Constant(V16, [0.0] * LANES), slot)
+            size = b.mul(dim, ir.Constant(I64, _LINE))
+            places = [b.mul(size, ir.Constant(I64, index)) for index in range(STRIPS)]
             with cgutils.for_range(b, dim, intp=I64) as loop:
                 at = b.mul(loop.index, ir.Constant(I64, _LINE))
-                pair = [emit_load(b, V16, b.add(place, at)) for place in (keys, b.add(keys, size))]
-                for row in range(ROWS):
-                    place = b.add(b.add(base, at), b.mul(size, ir.Constant(I64, row)))
-                    query = emit_load(b, V16, place)
-                    for which, key in enumerate(pair):
-                        slot = sums[which * ROWS + row]
+                rows = [b.add(queries, at), b.add(keys, at)]
+                four_keys = [emit_load(b, V16, b.add(rows[1], place)) for place in places]
+                for head in range(num_heads):
+                    query = emit_load(b, V16, b.add(rows[0], places[head]))
+                    for strip, key in enumerate(four_keys):
+                        slot = sums[head * STRIPS + strip]
                         b.store(emit_fma(b, query, key, b.load(slot)), slot)
-            for which in range(2):
-                rows = [b.load(slot) for slot in sums[which * ROWS : (which + 1) * ROWS]]
-                total = emit_reduce_rows(b, rows, b.fadd)
-                for row in range(ROWS):
-                    place = b.mul(b.add(first, ir.Constant(I64, row)), row_bytes)
-                    place = b.add(b.add(scores, place), ir.Constant(I64, 4 * which))
-                    score = b.extract_element(total, ir.Constant(ir.IntType(32), ROWS * row))
-                    emit_store(b, score, place)
-        return context.get_dummy_value()
+            for head in range(num_heads):
+                parts = [b.load(slot) for slot in sums[head * STRIPS : (head + 1) * STRIPS]]
+                total = emit_reduce_rows(b, parts, b.fadd)
+                four_scores = emit_shuffle(b, total, total, range(0, LANES, STRIPS))
+                emit_store(b, four_scores, b.add(out, b.mul(row_bytes, ir.Constant(I64, head))))
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), codegen
+        return types.void(*[types.int64] * 5), codegen
+
+    return scores
+
+
+_scores_1, _scores_2, _scores_3, _scores_4 = (_scores_of(count) for count in range(1, 5))
+
+
+@kernel
+def _score_strips(shape: AttentionShape, parts: _Scratch, out: int, row_bytes: int) -> None:
+    """Compute the antidiagonal scores of the four key blocks in `parts.keys` for all heads."""
+    dim = shape.padded_dim
+    for head in range(0, shape.heads_per_kv, 4):
+        queries = parts.queries + 4 * head * dim * LANES
+        to = out + head * row_bytes
+        left = shape.heads_per_kv - head
+        if left >= 4:
+            _scores_4(queries, parts.keys, dim, to, row_bytes)
+        elif left == 3:
+            _scores_3(queries, parts.keys, dim, to, row_bytes)
+        elif left == 2:
+            _scores_2(queries, parts.keys, dim, to, row_bytes)
+        else:
+            _scores_1(queries, parts.keys, dim, to, row_bytes)
 
 
 def _reduce_lanes(b: Builder, x: Value, combine: Any) -> Value:
@@ -224,41 +246,46 @@ def _reduce_lanes(b: Builder, x: Value, combine: Any) -> Value:
 
 
 @intrinsic
-def _softmax(typing: Any, scores: Any, vectors: Any) -> Any:
-    """Replace the scores of one head, logarithms to base 2, by their softmax.
+def _softmax_masses(typing: Any, scores: Any, vectors: Any, masses: Any) -> Any:
+    """Compute the softmax of scores, rounded down to integers that sum to about `FULL_MASS`.
 
     Args:
-        scores: address of float32 [vectors * 16].
+        scores: address of float32 [vectors * 16], logarithms to base 2; overwritten.
         vectors: number of vectors of 16 key blocks.
+        masses: address of int32 [vectors * 16], written. NaN becomes 0.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        scores, vectors = arguments
-        lowest = ir.Constant(V16, [float("-inf")] * LANES)
+        scores, vectors, masses = arguments
         slot = cgutils.alloca_once(b, V16)
+        zero = ir.Constant(V16, [0.0] * LANES)
+        most = ir.Constant(V16, [float(FULL_MASS - 1)] * LANES)
 
         def largest(x: Value, y: Value) -> Value:
             return emit_max(b, x, y)
 
-        b.store(lowest, slot)
+        b.store(ir.Constant(V16, [float("-inf")] * LANES), slot)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
             b.store(largest(emit_load(b, V16, at), b.load(slot)), slot)
         top = _reduce_lanes(b, b.load(slot), largest)
-        b.store(ir.Constant(V16, [0.0] * LANES), slot)
+        b.store(zero, slot)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
             at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
             weight = emit_exp2(b, b.fsub(emit_load(b, V16, at), top))
             emit_store(b, weight, at)
             b.store(b.fadd(weight, b.load(slot)), slot)
         total = _reduce_lanes(b, b.load(slot), b.fadd)
-        inverse = b.fdiv(emit_splat(b, ir.Constant(F32, 1.0)), total)
+        factor = b.fdiv(emit_splat(b, ir.Constant(F32, float(FULL_MASS))), total)
         with cgutils.for_range(b, vectors, intp=I64) as loop:
-            at = b.add(scores, b.mul(loop.index, ir.Constant(I64, _LINE)))
-            emit_store(b, b.fmul(emit_load(b, V16, at), inverse), at)
+            at = b.mul(loop.index, ir.Constant(I64, _LINE))
+            mass = b.fmul(emit_load(b, V16, b.add(scores, at)), factor)
+            mass = b.select(b.fcmp_ordered(">", mass, zero), mass, zero)
+            mass = b.select(b.fcmp_ordered("<", mass, most), mass, most)
+            emit_store(b, b.fptosi(mass, V16I), b.add(masses, at))
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+    return types.void(*[types.int64] * 3), codegen
 
 
 @kernel
@@ -266,10 +293,10 @@ def keep_largest(masses: int, count: int, needed: int, bins: int) -> tuple[Any, 
     """Find the fewest of the largest integers whose sum is at least `needed`.
 
     Args:
-        masses: address of int64 [count], each from 0 to 2^30 - 1.
+        masses: address of int32 [count], each from 0 to `FULL_MASS` - 1.
         count: number of integers.
         needed: the sum to reach, at most the sum of all integers.
-        bins: address of int64 [1024], scratch.
+        bins: address of int64 [2048], scratch.
 
     Returns:
         The smallest integer that is kept, and how many integers equal to it are kept. All larger
@@ -277,16 +304,18 @@ def keep_largest(masses: int, count: int, needed: int, bins: int) -> tuple[Any, 
     """
     smallest = 0
     above = 0  # sum of the integers that are certainly kept
-    for level in range(3):
-        shift = _DIGIT * (2 - level)
-        for each in range(_BINS):
-            store_i64(bins + 8 * each, 0)
+    for level in range(2):
+        shift = _DIGIT * (1 - level)
+        fill(bins, 2 * _BINS, np.float32(0.0))
+        digit = 0
         for index in range(count):
-            number = load_i64(masses + 8 * index)
-            if number >> (shift + _DIGIT) == smallest:
-                place = bins + 8 * ((number >> shift) & (_BINS - 1))
+            number = load_i32(masses + 4 * index)
+            here = (number >> shift) & (_BINS - 1)
+            # The sum of digit 0 is never read.
+            if here > 0 and number >> (shift + _DIGIT) == smallest:
+                place = bins + 8 * here
                 store_i64(place, load_i64(place) + number)
-        digit = _BINS - 1
+                digit = max(digit, here)
         while digit > 0 and above + load_i64(bins + 8 * digit) < needed:
             above += load_i64(bins + 8 * digit)
             digit -= 1
@@ -298,62 +327,74 @@ def keep_largest(masses: int, count: int, needed: int, bins: int) -> tuple[Any, 
 
 
 @kernel
-def _is_always_kept(block: int, num_blocks: int) -> Any:
-    """Return whether a key block is an attention sink or local."""
-    return block < SINK_BLOCKS or block >= num_blocks - LOCAL_BLOCKS
+def _optional(num_blocks: int) -> tuple[Any, Any]:
+    """Return the first and the end of the key blocks that are neither attention sinks nor local."""
+    first = min(SINK_BLOCKS, num_blocks)
+    return first, max(first, num_blocks - LOCAL_BLOCKS)
+
+
+@intrinsic
+def _mark_larger(typing: Any, masses: Any, vectors: Any, limit: Any, marks: Any) -> Any:
+    """Set the marks of key blocks whose mass is larger than a limit to -1.
+
+    Args:
+        masses: address of int32 [vectors * 16].
+        vectors: number of vectors of 16 key blocks.
+        limit: the limit.
+        marks: address of int32 [vectors * 16], updated.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        masses, vectors, limit, marks = arguments
+        limits = emit_splat(b, b.trunc(limit, I32), V16I)
+        with cgutils.for_range(b, vectors, intp=I64) as loop:
+            at = b.mul(loop.index, ir.Constant(I64, _LINE))
+            here = b.add(marks, at)
+            is_larger = b.icmp_signed(">", emit_load(b, V16I, b.add(masses, at)), limits)
+            marked = b.or_(emit_load(b, V16I, here), b.sext(is_larger, V16I))
+            emit_store(b, marked, here)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @kernel
-def _mark_blocks(masses: int, num_blocks: int, bins: int, marks: int) -> None:
-    """Mark the key blocks that a head needs, with 1 in int64 [num_blocks].
-
-    The integer masses of those that are always kept are overwritten with 0.
-    """
+def _sum_masses(masses: int, first: int, end: int) -> Any:
     total = 0
-    needed = 0
-    for block in range(num_blocks):
-        mass = load_i64(masses + 8 * block)
-        total += mass
-        if _is_always_kept(block, num_blocks):
-            needed -= mass
-            store_i64(masses + 8 * block, 0)
-            store_i64(marks + 8 * block, 1)
-    needed += (total * MASS_THRESHOLD + 999) // 1000
+    for block in range(first, end):
+        total += load_i32(masses + 4 * block)
+    return total
+
+
+@kernel
+def _mark_blocks(parts: _Scratch, num_blocks: int) -> None:
+    """Mark the key blocks that a head needs besides those that are always kept."""
+    first, end = _optional(num_blocks)
+    always = _sum_masses(parts.masses, 0, first) + _sum_masses(parts.masses, end, num_blocks)
+    total = always + _sum_masses(parts.masses, first, end)
+    needed = (total * MASS_THRESHOLD + 999) // 1000 - always
     if needed <= 0:
         return
-    smallest, equal = keep_largest(masses, num_blocks, needed, bins)
-    for block in range(num_blocks):
-        mass = load_i64(masses + 8 * block)
-        keeps = mass > smallest
-        if mass == smallest and equal > 0:
-            keeps = True
+    smallest, equal = keep_largest(parts.masses + 4 * first, end - first, needed, parts.bins)
+    _mark_larger(parts.masses, (num_blocks + LANES - 1) // LANES, smallest, parts.marks)
+    block = first
+    while equal > 0:
+        if load_i32(parts.masses + 4 * block) == smallest:
+            store_i32(parts.marks + 4 * block, -1)
             equal -= 1
-        if keeps:
-            store_i64(marks + 8 * block, 1)
+        block += 1
 
 
 @kernel
-def _marked(marks: int, num_blocks: int) -> Any:
-    """Replace marks by the indices of marked blocks in ascending order, and return their number."""
+def _keep_marked(parts: _Scratch, num_blocks: int) -> Any:
+    """Write the indices of marked key blocks to `parts.kept`, and return their number."""
+    first, end = _optional(num_blocks)
     count = 0
     for block in range(num_blocks):
-        if load_i64(marks + 8 * block) != 0:
-            store_i64(marks + 8 * count, block)
+        if not first <= block < end or load_i32(parts.marks + 4 * block) != 0:
+            store_i64(parts.kept + 8 * count, block)
             count += 1
     return count
-
-
-@kernel
-def _round_masses(masses: int, rounded: int, num_blocks: int) -> None:
-    """Round the masses of all key blocks to integers that sum to about `FULL_MASS`."""
-    for block in range(num_blocks):
-        mass = load_f32(masses + 4 * block) * np.float32(FULL_MASS)
-        number = 0
-        if mass >= np.float32(FULL_MASS):
-            number = FULL_MASS - 1
-        elif mass > np.float32(0.0):  # False for NaN
-            number = int(mass)
-        store_i64(rounded + 8 * block, number)
 
 
 @kernel
@@ -429,7 +470,7 @@ def selector(name: str, quads: bool, stage: Any) -> Any:
         heads = shape.heads_per_kv
         dim = shape.head_dim
         size = shape.padded_dim * LANES
-        fill(out, (heads + ROWS - 1) // ROWS * ROWS * size, np.float32(0.0))
+        fill(out, heads * size, np.float32(0.0))
         for row in range(unit.num_rows):
             lane = LANES - 1 - row // heads
             to = out + 4 * (row % heads * size)
@@ -450,29 +491,19 @@ def selector(name: str, quads: bool, stage: Any) -> Any:
         parts = _lay_out(shape, num_blocks, scratch)
         vectors = (num_blocks + LANES - 1) // LANES
         row_bytes = _LINE * vectors
-        fours = (shape.heads_per_kv + ROWS - 1) // ROWS
         reverse_queries(shape, unit, parts.queries)
         size = 4 * shape.padded_dim * LANES
-        for block in range(0, num_blocks, 2):
-            stage(whole, unit, block * LANES, parts.keys, parts.zeros, parts.steps)
-            stage(whole, unit, (block + 1) * LANES, parts.keys + size, parts.zeros, parts.steps)
-            _antidiagonal_scores(
-                parts.queries,
-                parts.keys,
-                shape.padded_dim,
-                fours,
-                parts.scores + 4 * block,
-                row_bytes,
-            )
-        for block in range(num_blocks):
-            store_i64(parts.kept + 8 * block, 0)
+        for block in range(0, num_blocks, STRIPS):
+            for strip in range(STRIPS):
+                keys = parts.keys + strip * size
+                stage(whole, unit, (block + strip) * LANES, keys, parts.zeros, parts.steps)
+            _score_strips(shape, parts, parts.scores + 4 * block, row_bytes)
+        fill(parts.marks, vectors * LANES, np.float32(0.0))
         for head in range(shape.heads_per_kv):
             scores = parts.scores + row_bytes * head
             fill(scores + 4 * num_blocks, vectors * LANES - num_blocks, np.float32(-np.inf))
-            _softmax(scores, vectors)
-            _round_masses(scores, parts.rounded, num_blocks)
-            _mark_blocks(parts.rounded, num_blocks, parts.bins, parts.kept)
-        num_kept = _marked(parts.kept, num_blocks)
-        return BlockSelection(more, parts.kept, num_kept, start)
+            _softmax_masses(scores, vectors, parts.masses)
+            _mark_blocks(parts, num_blocks)
+        return BlockSelection(more, parts.kept, _keep_marked(parts, num_blocks), start)
 
     return select

@@ -41,6 +41,7 @@ __all__ = [
     "TINY",
     "V16B",
     "ZERO",
+    "decode_key_scales",
     "decode_keys",
     "divide_row",
     "emit_int",
@@ -116,6 +117,13 @@ def _first(b: Builder, x: Value) -> Value:
     return b.extract_element(x, _I32(0))
 
 
+def _emit_steps(b: Builder, address: Value) -> Value:
+    """Load 16 key steps as float32; see code_layout.STEP_BIAS."""
+    codes = b.zext(_load_codes(b, address), V16I)
+    bits = b.shl(b.add(codes, int_lanes((127 - STEP_BIAS) << 3)), int_lanes(20))
+    return b.bitcast(bits, V16)
+
+
 @intrinsic
 def decode_keys(
     typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any
@@ -140,9 +148,7 @@ def decode_keys(
                 b, KIND_F16, b.add(zeros, b.mul(loop.index, emit_int(2 * LANES)))
             )
             emit_store(b, zero, b.add(out_zeros, at))
-            codes = b.zext(_load_codes(b, b.add(steps, b.mul(loop.index, emit_int(LANES)))), V16I)
-            bits = b.shl(b.add(codes, int_lanes((127 - STEP_BIAS) << 3)), int_lanes(20))
-            step = b.bitcast(bits, V16)
+            step = _emit_steps(b, b.add(steps, b.mul(loop.index, emit_int(LANES))))
             emit_store(b, step, b.add(out_steps, at))
             b.store(emit_max(b, step, b.load(top)), top)
         largest = _first(b, _spread_max(b, b.load(top)))
@@ -153,6 +159,25 @@ def decode_keys(
         return largest
 
     return types.float32(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def decode_key_scales(
+    typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any
+) -> Any:
+    """Decode a block's key zeros and steps, as `decode_keys` does, without dividing the steps."""
+
+    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
+        zeros, steps, dim, out_zeros, out_steps = arguments
+        with cgutils.for_range(b, b.udiv(dim, emit_int(LANES)), intp=I64) as loop:
+            at = b.mul(loop.index, emit_int(4 * LANES))
+            halves = b.add(zeros, b.mul(loop.index, emit_int(2 * LANES)))
+            emit_store(b, emit_load_as_f32(b, KIND_F16, halves), b.add(out_zeros, at))
+            step = _emit_steps(b, b.add(steps, b.mul(loop.index, emit_int(LANES))))
+            emit_store(b, step, b.add(out_steps, at))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
 
 
 @intrinsic

@@ -36,7 +36,7 @@ from kvboost_edge.kernels.quantized_kv.code_attend import (
     lay_out_coded,
     place_coded,
 )
-from kvboost_edge.kernels.quantized_kv.code_rows import V16B, decode_keys, prefetch_lines
+from kvboost_edge.kernels.quantized_kv.code_rows import V16B, decode_key_scales, prefetch_lines
 from kvboost_edge.kernels.tuples import addresses_of
 from kvboost_edge.kernels.vectors import (
     F32,
@@ -46,7 +46,6 @@ from kvboost_edge.kernels.vectors import (
     emit_fma,
     emit_load,
     emit_shuffle,
-    emit_splat,
     emit_store,
 )
 
@@ -137,29 +136,13 @@ def _decode_block(
     return types.void(*[types.int64] * 7), codegen
 
 
-@intrinsic
-def _multiply_row(typing: Any, out: Any, count: Any, factor: Any) -> Any:
-    """Multiply `count` float32 at an address by a factor; `count` is a multiple of 16."""
-
-    def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        out, count, factor = arguments
-        splat = emit_splat(b, factor)
-        with cgutils.for_range(b, b.udiv(count, ir.Constant(I64, LANES)), intp=I64) as loop:
-            at = b.add(out, b.mul(loop.index, ir.Constant(I64, 4 * LANES)))
-            emit_store(b, b.fmul(emit_load(b, V16, at), splat), at)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), codegen
-
-
 @kernel
 def _stage(
     job: SparseCodedJob, unit: Unit, position: int, out: int, zeros: int, steps: int
 ) -> None:
     layout = job.coded.layout
     here = codes_at(job.coded, unit, position)
-    top = decode_keys(here + layout.key_zeros, here + layout.key_steps, layout.dim, zeros, steps)
-    _multiply_row(steps, layout.dim, top)
+    decode_key_scales(here + layout.key_zeros, here + layout.key_steps, layout.dim, zeros, steps)
     codes = here + 4 * (position % layout.block_size)
     _decode_block(codes, 4 * layout.block_size, layout.dim, layout.k_bits, zeros, steps, out)
 
