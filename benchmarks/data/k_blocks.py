@@ -1,8 +1,8 @@
 """Random matrices in GGUF formats, generated as bytes.
 
 They cover the K and IQ formats, which the Python package only reads, ternary and 1-bit formats,
-some of which it does not know, and Q4_0, Q8_0 and MXFP4, for which quantizing numbers would take
-minutes.
+some of which it does not know, and Q4_0, Q8_0, MXFP4 and NVFP4, for which quantizing numbers would
+take minutes.
 Codes are uniform, and scales are in the upper half of their range, so that a row's weights have the
 requested spread.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "random_few_bits",
     "random_mxfp4",
     "random_narrow",
+    "random_nvfp4",
     "random_q4_0",
     "random_q4_k",
     "random_q6_k",
@@ -62,6 +63,7 @@ NARROW = {
 
 FEW_BITS = {
     "IQ1_S": (50, 0),
+    "IQ1_M": (56, 49),
     "IQ2_XXS": (66, 0),
     "IQ2_XS": (74, 0),
     "IQ2_S": (82, 0),
@@ -72,8 +74,10 @@ FEW_BITS = {
 }
 """Types of 1 to 3 bits by name: bytes of a block, and the offset of its half-precision scale.
 
-The scale of Q2_K's minima follows that of its weights.
+The scale of Q2_K's minima follows that of its weights. IQ1_M stores four bits of the scale, from
+the lowest on, in the upper half of every second byte.
 """
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 
 
 def more_bits(layer: int, num_layers: int) -> bool:
@@ -167,6 +171,10 @@ def random_few_bits(
     blocks = rng.integers(0, 256, (rows * width // BLOCK, nbytes), dtype=np.uint8)
 
     def scale(found: _Bytes, d: float) -> _Bytes:
+        if kind == "IQ1_M":
+            digits = int(np.array(d, np.float16).view(np.uint16)) >> np.arange(0, 16, 4) & 15
+            found[:, scale_at::2] = found[:, scale_at::2] & 15 | (digits << 4).astype(np.uint8)
+            return found
         ratios = (1.0, 1.5) if kind == "Q2_K" else (1.0,)
         scales = np.array([d * ratio for ratio in ratios], np.float16).view(np.uint8)
         found[:, scale_at : scale_at + len(scales)] = scales
@@ -185,13 +193,32 @@ def random_mxfp4(rng: np.random.Generator, rows: int, width: int, spread: float)
     the requested spread.
     """
     count = rows * width // 32
-    ratio = spread / np.sqrt(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6])))
+    ratio = spread / np.sqrt(np.mean(np.square(_E2M1)))
     low = int(np.floor(np.log2(ratio)))
     share = (
         (ratio / 2.0**low) ** 2 - 1
     ) / 3  # share of blocks with the larger exponent, whose squares are 4 times as large
     blocks = rng.integers(0, 256, (count, 17), dtype=np.uint8)
     blocks[:, 0] = 127 + low + (rng.random(count) < share)
+    return blocks.reshape(rows, -1)
+
+
+def random_nvfp4(rng: np.random.Generator, rows: int, width: int, spread: float) -> _Bytes:
+    """Return a random NVFP4 matrix, uint8 [rows, width // 64 * 36].
+
+    A block has 4 scales, each for 16 weights, and 32 bytes of codes like MXFP4's. A scale is an
+    8-bit float with 3 bits of mantissa. Each has one of two neighboring values, in the proportion
+    that gives the requested spread.
+    """
+    codes = np.arange(127)
+    mantissa = codes % 8
+    scales = np.where(codes < 8, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (codes // 8 - 7.0))
+    squares = np.mean(np.square(_E2M1)) * scales**2
+    low = int(np.searchsorted(squares, spread**2)) - 1
+    share = (spread**2 - squares[low]) / (squares[low + 1] - squares[low])
+    count = rows * width // 64
+    blocks = rng.integers(0, 256, (count, 36), dtype=np.uint8)
+    blocks[:, :4] = low + (rng.random((count, 4)) < share)
     return blocks.reshape(rows, -1)
 
 

@@ -24,6 +24,7 @@ from benchmarks.data.k_blocks import (
     random_few_bits,
     random_mxfp4,
     random_narrow,
+    random_nvfp4,
     random_q4_0,
     random_q4_k,
     random_q6_k,
@@ -40,6 +41,7 @@ QUANTS = {
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
     "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
+    "NVFP4": gguf.LlamaFileType.MOSTLY_NVFP4,
     **{name: narrow.file_type for name, narrow in NARROW.items()},
     **{name: gguf.LlamaFileType[f"MOSTLY_{_FILES.get(name, name)}"] for name in FEW_BITS},
 }
@@ -60,8 +62,8 @@ def write_gguf(
     """Write the model, with all matrices in `quant` and norms and biases in float32.
 
     Q4_K_M is the usual mixture of Q6_K (embedding and `more_bits`) and Q4_K. MXFP4 applies only to
-    experts, and the other matrices are Q8_0. With TQ1_0, TQ2_0 and the types in FEW_BITS, head and
-    embedding are Q6_K.
+    experts, and the other matrices are Q8_0. With TQ1_0, TQ2_0, NVFP4 and the types in FEW_BITS,
+    head and embedding are Q6_K.
 
     Args:
         path: File to write.
@@ -114,7 +116,7 @@ def _type_of(name: str, quant: str, shape: Shape) -> _Type | None:
     is_end = name.startswith(("token_embd", "output."))
     if quant in NARROW and not own:
         return _Type.Q6_K if is_end and quant.startswith("TQ") else None
-    if quant in FEW_BITS and is_end and not own:
+    if (quant in FEW_BITS or quant == "NVFP4") and is_end and not own:
         return _Type.Q6_K
     if own or quant not in ("Q4_K_M", "MXFP4"):
         return _Type[own or quant]
@@ -193,6 +195,7 @@ def _matrix(
 _RANDOM_BLOCKS = {
     _Type.Q4_K: random_q4_k,
     _Type.Q6_K: random_q6_k,
+    _Type.NVFP4: random_nvfp4,
     **{_Type[kind]: functools.partial(random_few_bits, kind=kind) for kind in FEW_BITS},
 }
 _PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: random_mxfp4}

@@ -16,6 +16,7 @@ from benchmarks.data.k_blocks import (
     random_few_bits,
     random_mxfp4,
     random_narrow,
+    random_nvfp4,
     random_q4_0,
     random_q4_k,
     random_q6_k,
@@ -43,6 +44,7 @@ QWEN3 = Shape(256, 8, 4, 2, 512, vocab=1024, context=4096, own_head_dim=128)
         (random_q4_0, gguf.GGMLQuantizationType.Q4_0),
         (random_q8_0, gguf.GGMLQuantizationType.Q8_0),
         (random_mxfp4, gguf.GGMLQuantizationType.MXFP4),
+        (random_nvfp4, gguf.GGMLQuantizationType.NVFP4),
         *(
             (functools.partial(random_few_bits, kind=kind), gguf.GGMLQuantizationType[kind])
             for kind in FEW_BITS
@@ -67,14 +69,14 @@ def test_ternary_blocks_have_three_weights_of_the_wanted_spread(kind):
     assert len(np.unique(values)) == (2 if kind == "Q1_0" else 3)
 
 
-@pytest.mark.parametrize("kind", [*NARROW, *FEW_BITS])
+@pytest.mark.parametrize("kind", [*NARROW, *FEW_BITS, "NVFP4"])
 def test_files_of_models_with_few_bits_are_read(tmp_path, kind):
     path = tmp_path / "model.gguf"
     write_gguf(path, QWEN3, kind)
     kinds = {name: tensor.type for name, tensor in read_gguf(path).tensors.items()}
     assert kinds["blk.0.ffn_up.weight"] == kind
-    has_more = kind in FEW_BITS or kind.startswith("TQ")
-    assert kinds["token_embd.weight"] == ("Q6_K" if has_more else kind)
+    ends = kind if kind in ("Q1_0", "Q2_0") else "Q6_K"
+    assert kinds["token_embd.weight"] == ends
 
 
 def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
