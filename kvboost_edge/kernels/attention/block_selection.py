@@ -21,13 +21,14 @@ depends only on the tokens and their positions. Equal masses are kept in order o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 
 from kvboost_edge.kernels.attention.call import AttentionShape, Unit
-from kvboost_edge.kernels.attention.float_tiles import STRIPS, TILE, fill
+from kvboost_edge.kernels.attention.float_tiles import AT_ONCE, STRIPS, TILE, fill
 from kvboost_edge.kernels.integers import V16I
 from kvboost_edge.kernels.jit import intrinsic, kernel, named_kernel
 from kvboost_edge.kernels.lazy import cgutils, types
@@ -191,23 +192,24 @@ def _scores_of(num_heads: int) -> Any:
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             queries, keys, dim, out, row_bytes = arguments
-            sums = [cgutils.alloca_once(b, V16) for _ in range(num_heads * STRIPS)]
-            for slot in sums:
+            sums = [[cgutils.alloca_once(b, V16) for _ in range(STRIPS)] for _ in range(num_heads)]
+            for slot in chain.from_iterable(sums):
                 b.store(ir.Constant(V16, [0.0] * LANES), slot)
             size = b.mul(dim, ir.Constant(I64, _LINE))
             places = [b.mul(size, ir.Constant(I64, index)) for index in range(STRIPS)]
-            with cgutils.for_range(b, dim, intp=I64) as loop:
-                at = b.mul(loop.index, ir.Constant(I64, _LINE))
-                rows = [b.add(queries, at), b.add(keys, at)]
-                four_keys = [emit_load(b, V16, b.add(rows[1], place)) for place in places]
-                for head in range(num_heads):
-                    query = emit_load(b, V16, b.add(rows[0], places[head]))
-                    for strip, key in enumerate(four_keys):
-                        slot = sums[head * STRIPS + strip]
-                        b.store(emit_fma(b, query, key, b.load(slot)), slot)
+            for first in range(0, STRIPS, AT_ONCE):
+                strips = range(first, first + AT_ONCE)
+                with cgutils.for_range(b, dim, intp=I64) as loop:
+                    at = b.mul(loop.index, ir.Constant(I64, _LINE))
+                    of_keys, of_queries = b.add(keys, at), b.add(queries, at)
+                    loaded = [emit_load(b, V16, b.add(of_keys, places[strip])) for strip in strips]
+                    for head in range(num_heads):
+                        query = emit_load(b, V16, b.add(of_queries, places[head]))
+                        for strip, key in zip(strips, loaded, strict=True):
+                            slot = sums[head][strip]
+                            b.store(emit_fma(b, query, key, b.load(slot)), slot)
             for head in range(num_heads):
-                parts = [b.load(slot) for slot in sums[head * STRIPS : (head + 1) * STRIPS]]
-                total = emit_reduce_rows(b, parts, b.fadd)
+                total = emit_reduce_rows(b, [b.load(slot) for slot in sums[head]], b.fadd)
                 four_scores = emit_shuffle(b, total, total, range(0, LANES, STRIPS))
                 emit_store(b, four_scores, b.add(out, b.mul(row_bytes, ir.Constant(I64, head))))
             return context.get_dummy_value()

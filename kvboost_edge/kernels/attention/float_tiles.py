@@ -52,6 +52,7 @@ from kvboost_edge.kernels.vectors import (
 )
 
 __all__ = [
+    "AT_ONCE",
     "ROWS",
     "STRIPS",
     "TILE",
@@ -77,7 +78,7 @@ _VECTOR_BYTES = 4 * LANES
 _TABLE_ROW_BYTES = 8 * STRIPS
 # Number of vectors of 16 that are multiplied with four rows at once. The accumulators fill 16 of
 # the 32 512-bit registers, or 8 of the 16 256-bit registers.
-_AT_ONCE = 4 if dot_form() == "vnni512" else 1
+AT_ONCE = 4 if dot_form() == "vnni512" else 1
 
 Value = Any
 Builder = Any
@@ -107,7 +108,7 @@ def _accumulate(b: Builder, slot: Value, x: Value, y: Value) -> None:
 
 def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int) -> None:
     query, table, head_dim, scores = arguments
-    at_once = min(strips, _AT_ONCE)
+    at_once = min(strips, AT_ONCE)
     with emit_loop(b, _int(strips // at_once)) as part:
         first = b.mul(part, _int(at_once))
         here = b.add(table, b.mul(first, _int(8)))
@@ -168,7 +169,7 @@ def _emit_values_panel(
 ) -> None:
     """Emit `values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
-    at_once = min(num_vectors, _AT_ONCE)
+    at_once = min(num_vectors, AT_ONCE)
     with emit_loop(b, _int(num_vectors // at_once)) as part:
         first = b.add(channel, b.mul(part, _int(at_once * LANES)))
         _emit_channels(
@@ -357,8 +358,8 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         places = row_places(row)
         shifted = [b.fsub(emit_load(b, V16, place), own_base) for place in places]
         weights = []
-        for first in range(0, STRIPS, _AT_ONCE):
-            weights += emit_exp2s(b, shifted[first : first + _AT_ONCE])
+        for first in range(0, STRIPS, AT_ONCE):
+            weights += emit_exp2s(b, shifted[first : first + AT_ONCE])
         for weight, place in zip(weights, places, strict=True):
             emit_store(b, weight, place)
     with emit_loop(b, _int(ROWS)) as row:
