@@ -1,12 +1,13 @@
 """Quality of GGUF types of up to four bits on a real model, in this engine and in llama.cpp.
 
     python benchmarks/quality/gguf_types.py MODEL.gguf --tools DIR [--types Q2_K IQ3_S ...]
-    [--files DIR] [--out FILE]
+    [--every N] [--files DIR] [--out FILE]
 
 llama.cpp's `llama-quantize` in DIR converts the model's weights to each type, except the
 embeddings and the head. Types that need an importance matrix get one of `llama-imatrix`, computed
 from the text of this repository's docs. The rows of the model's matrices must be multiples of 256
-weights.
+weights. Types with a grid take minutes of all CPUs per billion weights. With `--every 4`, only
+every fourth layer is converted, and the others to Q8_0.
 
 For each file, the reference is this engine with the file's weights as float32. The table shows the
 mean KL divergence (nats) of the next-token distributions from the reference, and how often the
@@ -35,44 +36,47 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.perplexity import score_text
 from kvboost_edge.models.gguf.file import read_gguf
 
-# Types and llama-quantize's names of them. True: the type needs an importance matrix.
 TYPES = {
-    "Q1_0": ("Q1_0", False),
-    "Q2_0": ("Q2_0", False),
-    "TQ1_0": ("TQ1_0", False),
-    "TQ2_0": ("TQ2_0", False),
-    "IQ1_S": ("IQ1_S", True),
-    "IQ1_M": ("IQ1_M", True),
-    "IQ2_XXS": ("IQ2_XXS", True),
-    "IQ2_XS": ("IQ2_XS", True),
-    "IQ2_S": ("IQ2_M", True),
-    "Q2_K": ("Q2_K", False),
-    "IQ3_XXS": ("IQ3_XXS", True),
-    "IQ3_S": ("IQ3_S", False),
-    "Q3_K": ("Q3_K_S", False),
-    "IQ4_NL": ("IQ4_NL", False),
+    "Q1_0": False,
+    "Q2_0": False,
+    "TQ1_0": False,
+    "TQ2_0": False,
+    "IQ1_S": True,
+    "IQ1_M": True,
+    "IQ2_XXS": True,
+    "IQ2_XS": True,
+    "IQ2_S": True,
+    "Q2_K": False,
+    "IQ3_XXS": True,
+    "IQ3_S": False,
+    "Q3_K": False,
+    "IQ4_NL": False,
+    "NVFP4": False,
 }
+"""Whether a type needs an importance matrix."""
+_MOST_LAYERS = 256
 _IMPORTANCE_TEXTS = ("README.md", "docs/architecture.md", "docs/speculation.md", "docs/status.md")
 
 
-def convert(tools: Path, model: Path, kind: str, target: Path, threads: int) -> None:
-    """Convert all matrices of a model to a type, except the embeddings and the head.
+def convert(tools: Path, model: Path, kind: str, target: Path, threads: int, every: int) -> None:
+    """Convert all matrices of every `every`-th layer to a type, and those of other layers to Q8_0.
 
     An importance matrix is computed if the type needs one and the target's folder has none.
     """
-    name, needs_importance = TYPES[kind]
     more: list[object] = []
-    if needs_importance:
+    if TYPES[kind]:
         matrix = target.parent / f"{model.stem}-importance.gguf"
         if not matrix.exists():
             _compute_importance(tools, model, matrix, threads)
         more = ["--imatrix", matrix]
+    layers = "|".join(str(layer) for layer in range(0, _MOST_LAYERS, every))
     part = target.with_suffix(".part")
     _run(
         tools / "llama-quantize",
         *("--allow-requantize", "--pure", *more),
         *("--token-embedding-type", "q8_0", "--output-tensor-type", "q6_k"),
-        *(model, part, name),
+        *("--tensor-type", rf"blk\.({layers})\.={kind.lower()}"),
+        *(model, part, "Q8_0"),
     )
     part.rename(target)
 
@@ -149,6 +153,13 @@ def _options() -> argparse.ArgumentParser:
         "--types", nargs="+", choices=TYPES, default=list(TYPES), help="types (default: all)"
     )
     options.add_argument(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="convert only every Nth layer, and the others to Q8_0 (default: 1)",
+    )
+    options.add_argument(
         "--tokens", type=int, default=256, help="tokens of each of the four texts (default: 256)"
     )
     options.add_argument(
@@ -169,9 +180,10 @@ def main() -> None:
         os.environ["KVBOOST_EDGE_CACHE"] = str(cache)
         folder = given.files or Path(name)
         for kind in kinds:
-            file = folder / f"{given.model.stem}-{kind}.gguf"
+            layers = f"-every-{given.every}" if given.every > 1 else ""
+            file = folder / f"{given.model.stem}-{kind}{layers}.gguf"
             if not file.exists():
-                convert(given.tools, given.model, kind, file, given.threads)
+                convert(given.tools, given.model, kind, file, given.threads, given.every)
             row = {"type": kind, **measure(file, given.peers_python, given.tokens, given.window)}
             row |= {"MB": file.stat().st_size / 1e6, "tensors": json.dumps(stored_types(file))}
             print(json.dumps(row), flush=True)
