@@ -61,7 +61,7 @@ _IMPORTANCE_TEXTS = ("README.md", "docs/architecture.md", "docs/speculation.md",
 def convert(tools: Path, model: Path, kind: str, target: Path, threads: int, every: int) -> None:
     """Convert all matrices of every `every`-th layer to a type, and those of other layers to Q8_0.
 
-    An importance matrix is computed if the type needs one and the target's folder has none.
+    The embedding becomes Q8_0 and the head Q6_K. An importance matrix is computed if the type needs one and the target's folder has none.
     """
     more: list[object] = []
     if TYPES[kind]:
@@ -155,6 +155,7 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--every",
         type=int,
+        choices=range(1, _MOST_LAYERS),
         default=1,
         metavar="N",
         help="convert only every Nth layer, and the others to Q8_0 (default: 1)",
@@ -180,8 +181,8 @@ def main() -> None:
         os.environ["KVBOOST_EDGE_CACHE"] = str(cache)
         folder = given.files or Path(name)
         for kind in kinds:
-            layers = f"-every-{given.every}" if given.every > 1 else ""
-            file = folder / f"{given.model.stem}-{kind}{layers}.gguf"
+            suffix = f"-every-{given.every}" if given.every > 1 else ""
+            file = folder / f"{given.model.stem}-{kind}{suffix}.gguf"
             if not file.exists():
                 convert(given.tools, given.model, kind, file, given.threads, given.every)
             row = {"type": kind, **measure(file, given.peers_python, given.tokens, given.window)}
