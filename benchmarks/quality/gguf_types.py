@@ -61,7 +61,8 @@ _IMPORTANCE_TEXTS = ("README.md", "docs/architecture.md", "docs/speculation.md",
 def convert(tools: Path, model: Path, kind: str, target: Path, threads: int, every: int) -> None:
     """Convert all matrices of every `every`-th layer to a type, and those of other layers to Q8_0.
 
-    The embedding becomes Q8_0 and the head Q6_K. An importance matrix is computed if the type needs one and the target's folder has none.
+    The embedding becomes Q8_0 and the head Q6_K. An importance matrix is computed if the type needs
+    one and the target's folder has none.
     """
     more: list[object] = []
     if TYPES[kind]:
@@ -155,7 +156,6 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument(
         "--every",
         type=int,
-        choices=range(1, _MOST_LAYERS),
         default=1,
         metavar="N",
         help="convert only every Nth layer, and the others to Q8_0 (default: 1)",
@@ -172,7 +172,10 @@ def _options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = _options().parse_args()
+    options = _options()
+    given = options.parse_args()
+    if given.every < 1:
+        options.error(f"--every must be at least 1, got {given.every}")
     kinds = given.types[:1] if given.quick else given.types
     rows = []
     with tempfile.TemporaryDirectory() as name:
