@@ -11,13 +11,6 @@ _ROUTED = ("tests/kernels/program/test_experts.py",)
 
 FAULTS = (
     fault(
-        "wide arithmetic drops the offset of minima in half groups",
-        "kernels/linear/wide.py",
-        "factor = -float(HALF_OFFSET) if self.format.minima_in_halves else -1.0",
-        "factor = -1.0",
-        "tests/kernels/program/test_wide.py",
-    ),
-    fault(
         "wide arithmetic leaves codes after the last input in the panel",
         "kernels/linear/wide.py",
         "    with emit_loop(b, missing) as index:",

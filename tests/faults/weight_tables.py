@@ -18,6 +18,7 @@ _STREAM = "models/packed/stream.py"
 _HALVED = "models/weights/reordered.py"
 _GRIDS = "kernels/linear/grids.py"
 _GRID_BLOCKS = "kernels/linear/grid_blocks.py"
+_OF_FORMS = "tests/kernels/linear/test_every_form.py"
 _OF_BLOCKS = "tests/models/gguf/test_blocks.py"
 _OF_FILES = "tests/models/gguf/test_four_bits.py"
 _OF_STREAM = "tests/models/packed/test_stream.py"
@@ -71,22 +72,22 @@ FAULTS = faults(
     ),
     (
         "q2k: both halves take the minima of the first",
-        "kernels/linear/unpacked.py",
-        "return emit_place(b, floats, part, _LINE, _LINE * self.parts)",
-        "return emit_place(b, floats, int_constant(0), _LINE, _LINE * self.parts)",
-        "tests/kernels/linear/test_unpacked.py",
+        _LOADS,
+        "b.add(scales, int_constant(LANES * half))",
+        "b.add(scales, int_constant(0))",
+        _OF_KERNELS,
     ),
     (
         "q2k: both halves take the sum of the first",
         _TILES,
-        "emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens)",
-        "emit_place(b, term, int_constant(0), 4 * self.tokens, 8 * self.tokens)",
+        "int_constant((8 + 4 * half) * self.tokens)",
+        "int_constant(8 * self.tokens)",
         _OF_KERNELS,
     ),
     (
         "q2k: minima are not divided by the factor of the seeds",
         _LOADS,
-        "products[1] = b.fmul(products[1], ir.Constant(V16, [1 / HALF_OFFSET] * LANES))",
+        "shared = b.fmul(shared, ir.Constant(V16, [1 / HALF_OFFSET] * LANES))",
         "pass",
         _OF_KERNELS,
     ),
@@ -98,11 +99,32 @@ FAULTS = faults(
         _OF_EMBED,
     ),
     (
-        "q3k: takes the seeds of q6k",
+        "q3k: sums of half groups take the seeds of q6k",
         "kernels/linear/weight_formats.py",
         "has_halves = self.shares_panel and self.parts > 1",
         "has_halves = False",
-        "tests/kernels/program/test_linear.py::test_linear_equals_the_reference",
+        _OF_FORMS,
+    ),
+    (
+        "q3k: the scale of negated codes is not negated",
+        _TILES,
+        "is_negated = self.scales_codes and self.format.offset > 0",
+        "is_negated = False",
+        _OF_FORMS,
+    ),
+    (
+        "q3k: scaled codes have the wrong offset",
+        _LOADS,
+        "ir.Constant(_V32S, [TABLE_OFFSET] * 2 * LANES)",
+        "ir.Constant(_V32S, [TABLE_OFFSET - 1] * 2 * LANES)",
+        _OF_FORMS,
+    ),
+    (
+        "q3k: sums of half groups are not scaled",
+        _TILES,
+        "products = [b.mul(dots, scale) for dots, scale in zip(halves, scales, strict=True)]",
+        "products = list(halves)",
+        _OF_FORMS,
     ),
     (
         "q3k: leaves the offset of scales out",

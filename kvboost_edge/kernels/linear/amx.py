@@ -6,7 +6,7 @@ tokens of a panel or, with fine codes, the bytes of one plane of 16 tokens. One 
 the exact 16 x 16 sums of a group. The float epilogue of all linear kernels follows.
 
 The loop is software-pipelined. An iteration processes a group, or half a group if halves have their
-own scales (half the rows of B and half the bytes of A). It multiplies this part's tiles, adds the
+own sums (half the rows of B and half the bytes of A). It multiplies this part's tiles, adds the
 previous part's sums in float32, and unpacks the next part's weights. Each step reads data that was
 stored one iteration earlier, because tile loads and stores have a long latency.
 """
@@ -23,7 +23,6 @@ from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.lazy import cgutils, types
 from kvboost_edge.kernels.linear.int_tiles import emit_place, splat_f32_at
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
-from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
 from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS
 from kvboost_edge.kernels.linear.weight_tiles import (
@@ -60,14 +59,14 @@ _ROWS = (4, 5)
 _WEIGHTS = (6, 7)
 _CELL_ROWS = 2 * LANES  # tokens x planes
 # Byte offsets in the stack scratch: sums of a group, float sums, weights of two groups,
-# configuration, the tokens' factors of the minima of half a group.
+# configuration, the tokens' factors of the minima of both halves of a group.
 _SUMS_AT = 0
 _FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
 _TURN = _TILES * _QUADS * _LINE
 _CONFIG_AT = _WEIGHTS_AT + 2 * _TURN
 _TERMS_AT = _CONFIG_AT + _LINE
-_SCRATCH = _TERMS_AT + 4 * _CELL_ROWS
+_SCRATCH = _TERMS_AT + 2 * 4 * _CELL_ROWS
 
 
 def tile_configuration(quads: int) -> ir.Constant:
@@ -192,15 +191,22 @@ class AmxTiles(IntTiles):
         scales = [self._scales_at(b, at, part, self.parts) for at in source.scales]
         self._prefetch(b, tile, places, scales)
         for t, place in enumerate(places):
-            load = self._pairs(b, [place], source.tables[t])
+            load = self._pairs(b, [place], source.tables[t], scales[t])
             for pair in range(self.quads // 2):
                 for half, quad in enumerate(load(pair)):
                     line = b.add(out, int_constant((t * _QUADS + 2 * pair + half) * _LINE))
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 
+    def _group_of(self, b: Builder, part: Value) -> tuple[Value, Value]:
+        """Return a part's group, and its index in the group."""
+        if self.parts == 1:
+            return part, int_constant(0)
+        count = int_constant(self.parts)
+        return b.udiv(part, count), b.urem(part, count)
+
     def _here(self, b: Builder, source: _Source, part: Value) -> Value:
         """Return the address of the panel cell that holds a part."""
-        group = part if self.parts == 1 else b.udiv(part, int_constant(self.parts))
+        group, _ = self._group_of(b, part)
         return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
     def _load(self, b: Builder, source: _Source, part: Value) -> None:
@@ -235,10 +241,10 @@ class AmxTiles(IntTiles):
     def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
         """Add a part's sums for one weight tile to the float sums; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
-        scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
-        in_group = b.urem(part, int_constant(self.parts))
+        group, own = self._group_of(b, part)
+        scales = self._scales(b, source.scales[t], source.minima[t], group, own)
         if t == 0 and self.format.minima_in_halves:
-            self._store_minima_terms(b, here, in_group)
+            self._store_minima_terms(b, here)
         sums_at = [
             _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
             for plane in range(self.planes)
@@ -254,25 +260,32 @@ class AmxTiles(IntTiles):
                 slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
                 here_term = b.add(term, int_constant(4 * token))
                 if self.format.minima_in_halves:
-                    minima_at = b.add(self._at(b, _TERMS_AT), b.mul(index, int_constant(4)))
-                    minima_term = splat_f32_at(b, minima_at)
+                    stored = emit_place(b, self._at(b, _TERMS_AT), index, 4)
+                    minima_terms = [
+                        splat_f32_at(b, b.add(stored, int_constant(4 * self.tokens * half)))
+                        for half in range(2)
+                    ]
                 else:
-                    minima_term = self._minima_term(b, here_term, in_group)
-                result = self._epilogue(
-                    b, sums, here_term, minima_term, scales, emit_load(b, V16, slot)
-                )
+                    minima_terms = self._minima_terms(b, here_term)
+                total = b.sitofp(sums, V16)
+                before = emit_load(b, V16, slot)
+                result = self._epilogue(b, total, here_term, minima_terms, scales, before)
                 emit_store(b, result, slot)
 
-    def _store_minima_terms(self, b: Builder, here: Value, part: Value) -> None:
-        """Store the factors of a part's minima for all tokens, which both weight tiles use."""
-        first = self._term(b, here, 0)
-        seeds = emit_place(b, first, part, 4 * self.tokens, 8 * self.tokens)
-        scales = b.add(first, int_constant(4 * self.tokens))
-        for start in range(0, 4 * self.tokens, _LINE):
-            offset = int_constant(start)
-            values = b.sitofp(emit_load_bytes(b, b.add(seeds, offset)), V16)
-            products = b.fmul(values, emit_load(b, V16, b.add(scales, offset)))
-            emit_store(b, products, self._at(b, _TERMS_AT + start))
+    def _store_minima_terms(self, b: Builder, here: Value) -> None:
+        """Store the factors of the minima of both halves, which both weight tiles use.
+
+        They are float32 [halves][tokens].
+        """
+        size = 4 * self.tokens
+        scales = b.add(self._term(b, here, 0), int_constant(size))
+        seeds = b.add(scales, int_constant(size))
+        for start in range(0, size, _LINE):
+            own = emit_load(b, V16, b.add(scales, int_constant(start)))
+            for half in range(2):
+                offset = half * size + start
+                values = b.sitofp(emit_load_bytes(b, b.add(seeds, int_constant(offset))), V16)
+                emit_store(b, b.fmul(values, own), self._at(b, _TERMS_AT + offset))
 
     def _emit_target(self, b: Builder, target: Target) -> None:
         """Store the results row by row; see `emit_target`."""

@@ -11,7 +11,8 @@ benchmarks/bench/bench_linear.py compares decode with a plain read of the same b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -28,13 +29,16 @@ from kvboost_edge.kernels.lazy import cgutils
 from kvboost_edge.kernels.linear.grids import GridPairs
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.linear.simd_loads import (
+    emit_block_scales,
+    emit_code_scales,
     emit_load_pair,
+    emit_scaled_pair,
     emit_scales,
     emit_table,
     emit_table_pair,
     emit_values,
 )
-from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot
+from kvboost_edge.kernels.linear.weight_dot import GroupDot, PairDot, scales_codes
 from kvboost_edge.kernels.linear.weight_formats import (
     FORMAT_OF,
     GROUP,
@@ -56,6 +60,7 @@ __all__ = [
     "AHEAD",
     "IntTiles",
     "LoadPair",
+    "Scales",
     "Target",
     "Tile",
     "emit_place",
@@ -79,6 +84,7 @@ prefetch is slower.
 Value = Any
 Builder = Any
 LoadPair = Callable[[int], tuple[Value, Value]]
+Scales = tuple[Value, Sequence[Value]]  # of 16 rows: scales, and minima of the group or its halves
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
@@ -223,8 +229,10 @@ class IntTiles:
         self.form = form or dot_form()
         self.group_bytes = self.format.group_bytes
         self.planes = 2 if fine else 1
-        # A part is a group or half a group. It has its own scales and sums.
-        self.parts = self.format.parts
+        self.scales_codes = scales_codes(self.format, self.form)
+        # A part is a group or half a group, with its own sums. Halves share a sum if codes are
+        # scaled before they are multiplied.
+        self.parts = 1 if self.scales_codes else self.format.parts
         self.quads = _QUADS // self.parts
         # `smmla` multiplies pairs of tokens. With sums of half groups, ordering them takes more
         # instructions than it saves.
@@ -293,19 +301,77 @@ class IntTiles:
                     )
             else:
                 self._prefetch(b, tile, places, [self._scales_at(b, at, group) for at in scales])
+            own = [self._scales_at(b, at, group) for at in scales]
             loaders = [
-                self._pairs(b, self._parts_of(b, place), table)
-                for place, table in zip(places, tables, strict=True)
+                self._pairs(b, self._parts_of(b, place), table, at)
+                for place, table, at in zip(places, tables, own, strict=True)
             ]
-            for part in range(self.parts):
-                dots = self._dots(b, here, loaders, part)
-                index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
+            for part, totals in enumerate(self._totals(b, here, loaders, own)):
                 factors = [
-                    emit_scales(b, self.format, *at, index)
-                    for at in zip(scales, minima, strict=True)
+                    self._scales(b, *at, group, part) for at in zip(scales, minima, strict=True)
                 ]
-                self._add_group(b, here, int_constant(part), sums, dots, factors)
+                self._add_group(b, here, sums, totals, factors)
         emit_target(b, sums, target)
+
+    def _totals(
+        self, b: Builder, here: Value, loaders: Sequence[LoadPair], scales: Sequence[Value]
+    ) -> Iterator[list[list[Value]]]:
+        """Yield the sums of a group, or of each half with a scale of its own, in float32.
+
+        They are indexed [tile][token].
+
+        Args:
+            b: the builder.
+            here: address of the group's cell in the panel.
+            loaders: result of `_pairs` for the group of each tile.
+            scales: address of the group's scales in each tile.
+        """
+        if self.format.scaled_codes and not self.scales_codes:
+            halves = [self._dots(b, here, loaders, part) for part in range(self.parts)]
+            yield [
+                [self._scaled(b, factors, sums) for sums in zip(*of_tile, strict=True)]
+                for factors, *of_tile in zip(
+                    [emit_code_scales(b, self.format, at) for at in scales], *halves, strict=True
+                )
+            ]
+            return
+        for part in range(self.parts):
+            dots = self._dots(b, here, loaders, part)
+            yield [[b.sitofp(dot, V16) for dot in of_tile] for of_tile in dots]
+
+    def _scaled(self, b: Builder, scales: Sequence[Value], halves: Sequence[Value]) -> Value:
+        """Return the sums of both halves of a group times their integer scales, as float32."""
+        if self.fine:
+            products = [b.mul(dots, scale) for dots, scale in zip(halves, scales, strict=True)]
+            return b.sitofp(b.add(*products), V16)
+        # These float32 operations are exact and faster than integer ones: the sum is below 2 ** 24.
+        first, second = (
+            (b.sitofp(dots, V16), b.sitofp(scale, V16))
+            for dots, scale in zip(halves, scales, strict=True)
+        )
+        return emit_fma(b, *second, b.fmul(*first))
+
+    def _scales(
+        self, b: Builder, scales: Value, minima: Value, group: Value, part: Value | int
+    ) -> Scales:
+        """Load the scales and minima of a group, or of a half with a scale of its own.
+
+        Args:
+            b: the builder.
+            scales: address of the tile's scales.
+            minima: address of the tile's minima.
+            group: index of the group.
+            part: index of the part in the group.
+        """
+        if self.format.scaled_codes:
+            at = self._scales_at(b, scales, group)
+            is_negated = self.scales_codes and self.format.offset > 0
+            return emit_block_scales(b, self.format, at, minima, group, negated=is_negated)
+        if isinstance(part, int):
+            part = int_constant(part)
+        index = b.add(b.mul(group, int_constant(self.parts)), part)
+        scale, low = emit_scales(b, self.format, scales, minima, index)
+        return scale, [] if low is None else [low]
 
     def _prefetch(
         self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]
@@ -354,7 +420,7 @@ class IntTiles:
             log = (TABLE_OFFSET if self.parts == 1 else HALF_OFFSET).bit_length() - 1
             return emit_splat_int(b, b.mul(b.ashr(seed, _I32(log)), _I32(self.format.offset)))
         seed = splat_i32_at(b, address)
-        shift = self.format.seed_shift
+        shift = 0 if self.scales_codes else self.format.seed_shift
         by = ir.Constant(V16I, [abs(shift)] * LANES)
         if shift < 0:
             return b.shl(seed, by)
@@ -372,19 +438,26 @@ class IntTiles:
         size = self.group_bytes // self.parts
         return [b.add(group, int_constant(size * part)) for part in range(self.parts)]
 
-    def _pairs(self, b: Builder, places: Sequence[Value], table: Value | None) -> LoadPair:
+    def _pairs(
+        self, b: Builder, places: Sequence[Value], table: Value | None, scales: Value
+    ) -> LoadPair:
         """Return the function that loads a pair of quads like `emit_load_pair`.
 
-        Codes of a table or grid are looked up.
+        Codes of a table or grid are looked up, and others multiplied by their scales if
+        `scales_codes`.
 
         Args:
             b: the builder.
             places: addresses of a group's parts, or of one of them.
             table: the result of `_table`.
+            scales: address of the group's scales.
         """
         dot = GroupDot(b, self.kind, self.form)
         if self.format.grid is not None:
             return GridPairs(b, self.format, dot.form, places, signed=not dot.seeded).pair
+        if self.scales_codes:
+            factors = emit_code_scales(b, self.format, scales)
+            return functools.partial(emit_scaled_pair, b, self.format, places[0], factors)
 
         def load(pair: int) -> tuple[Value, Value]:
             part, own = divmod(pair, self.quads // 2)
@@ -505,69 +578,71 @@ class IntTiles:
         self,
         b: Builder,
         here: Value,
-        part: Value,
         sums: Sequence[Sequence[Value]],
-        dots: Sequence[Sequence[Value]],
-        scales: Sequence[tuple[Value, Value | None]],
+        totals: Sequence[Sequence[Value]],
+        scales: Sequence[Scales],
     ) -> None:
         """Add a group, or half of it, to the float32 sums, [tile][token].
 
         Args:
             b: the builder.
             here: address of the group's cell in the panel.
-            part: index of the part in the group.
             sums: stack slots of <16 x float>.
-            dots: <16 x i32>, integer sums of the group.
-            scales: (scales, minima or None) of each tile's rows, <16 x float>.
+            totals: <16 x float>, integer sums of the group.
+            scales: scales of each tile's rows.
         """
         for token in range(self.tokens):
             term = self._term(b, here, token)
-            minima_term = self._minima_term(b, term, part)
+            minima_terms = self._minima_terms(b, term)
             for tile, slots in enumerate(sums):
                 result = self._epilogue(
-                    b, dots[tile][token], term, minima_term, scales[tile], b.load(slots[token])
+                    b, totals[tile][token], term, minima_terms, scales[tile], b.load(slots[token])
                 )
                 b.store(result, slots[token])
 
     def _epilogue(
         self,
         b: Builder,
-        dots: Value,
+        total: Value,
         term: Value,
-        minima_term: Value | None,
-        scales: tuple[Value, Value | None],
+        minima_terms: Sequence[Value],
+        scales: Scales,
         sums: Value,
     ) -> Value:
-        """Add a part's integer sums to the float outputs.
+        """Add the sums of a group, or of half of it, to the float outputs.
 
         All integer weights use this epilogue. `reference.linear.linear_int` is its NumPy
         equivalent.
 
         Args:
             b: the builder.
-            dots: integer sums of 16 rows for one token.
+            total: sums of 16 rows for one token, integers in float32.
             term: address of the token's term, which the scales follow.
-            minima_term: the token's factor of the minima, or None; see `_minima_term`.
-            scales: scales of 16 rows, and their minima or None.
+            minima_terms: the token's factor of each of the minima; see `_minima_terms`.
+            scales: scales and minima of 16 rows.
             sums: outputs accumulated so far.
         """
-        half, low = scales
+        factors, minima = scales
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
-        result = emit_fma(b, b.fmul(b.sitofp(dots, V16), scale), half, sums)
-        return result if low is None else emit_fma(b, minima_term, low, result)
+        result = emit_fma(b, b.fmul(total, scale), factors, sums)
+        for minima_term, low in zip(minima_terms, minima, strict=True):
+            result = emit_fma(b, minima_term, low, result)
+        return result
 
-    def _minima_term(self, b: Builder, term: Value, part: Value) -> Value | None:
-        """Return a token's factor of the minima of a part in all lanes, or None without minima.
+    def _minima_terms(self, b: Builder, term: Value) -> list[Value]:
+        """Return a token's factors of the minima of a group, or of its halves, in all lanes.
 
         Args:
             b: the builder.
             term: address of the token's term.
-            part: index of the part in the group.
         """
         if not self.format.minima:
-            return None
+            return []
         if not self.format.minima_in_halves:
-            return splat_f32_at(b, term)
-        seed = splat_i32_at(b, emit_place(b, term, part, 4 * self.tokens, 8 * self.tokens))
+            return [splat_f32_at(b, term)]
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))
-        return b.fmul(b.sitofp(seed, V16), scale)
+        seeds = [
+            splat_i32_at(b, b.add(term, int_constant((8 + 4 * half) * self.tokens)))
+            for half in range(2)
+        ]
+        return [b.fmul(b.sitofp(seed, V16), scale) for seed in seeds]

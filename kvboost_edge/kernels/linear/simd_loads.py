@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -20,18 +21,29 @@ from kvboost_edge.kernels.linear.weight_formats import (
     GROUP,
     HALF_OFFSET,
     SCALE_BYTES,
+    TABLE_OFFSET,
     WeightFormat,
     code_shift,
     high_shift,
 )
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load, emit_load_as_f32
 
-__all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair", "emit_values"]
+__all__ = [
+    "emit_block_scales",
+    "emit_code_scales",
+    "emit_load_pair",
+    "emit_scaled_pair",
+    "emit_scales",
+    "emit_table",
+    "emit_table_pair",
+    "emit_values",
+]
 
 _LINE = 64
 _LINES = GROUP // 8  # lines of nibbles per group
 
 _V16S = ir.VectorType(ir.IntType(16), LANES)
+_V32S = ir.VectorType(ir.IntType(16), 2 * LANES)
 _V16H = ir.VectorType(ir.HalfType(), LANES)
 _FLOAT8_SHIFT = 7  # from the mantissa of an 8-bit float to that of a float16
 _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
@@ -214,9 +226,6 @@ def emit_scales(
 ) -> tuple[Value, Value | None]:
     """Load the scales of 16 rows, and their minima or None, as float32.
 
-    Minima of half groups are divided by HALF_OFFSET, because they are multiplied by the seeds of a
-    panel.
-
     Args:
         form: the weight format.
         scales: address of the tile's scales, or of its codes if they contain the scales.
@@ -250,9 +259,90 @@ def emit_scales(
         for i in range(len(factors))
     ]
     products = [b.fmul(half, factor) for half, factor in zip(halves, factors, strict=True)]
-    if form.minima_in_halves:
-        products[1] = b.fmul(products[1], ir.Constant(V16, [1 / HALF_OFFSET] * LANES))
     return products[0], products[1] if form.minima else None
+
+
+def emit_code_scales(b: Builder, form: WeightFormat, address: Value) -> list[Value]:
+    """Load the integer scales of the halves of a group, <16 x i32> each.
+
+    Args:
+        b: the builder.
+        form: a format with `scaled_codes`.
+        address: address of the group's scales.
+    """
+    halves = [_load_bytes(b, b.add(address, int_constant(LANES * half))) for half in range(2)]
+    if form.minima:
+        mask = ir.Constant(V16I, [15] * LANES)
+        return [b.and_(b.zext(half, V16I), mask) for half in halves]
+    return [b.sext(half, V16I) for half in halves]
+
+
+def emit_block_scales(
+    b: Builder, form: WeightFormat, scales: Value, minima: Value, group: Value, *, negated: bool
+) -> tuple[Value, list[Value]]:
+    """Load what the sums of scaled codes are multiplied by, and the minima, float32 of 16 rows.
+
+    The minima of the two halves of a group are divided by HALF_OFFSET, because they are multiplied
+    by the seeds of a panel.
+
+    Args:
+        b: the builder.
+        form: a format with `scaled_codes`.
+        scales: address of the group's scales.
+        minima: address of the tile's minima.
+        group: index of the group.
+        negated: whether the scaled codes are negated.
+    """
+    block = b.lshr(group, int_constant(BLOCK_GROUPS.bit_length() - 1))
+    block = _at(b, minima, block, form.minima_size)
+    own = emit_load_as_f32(b, KIND_F16, block)
+    if negated:
+        own = b.fneg(own)
+    if not form.minima:
+        return own, []
+    shared = emit_load_as_f32(b, KIND_F16, b.add(block, int_constant(2 * LANES)))
+    shared = b.fmul(shared, ir.Constant(V16, [1 / HALF_OFFSET] * LANES))
+    halves = [_load_bytes(b, b.add(scales, int_constant(LANES * half))) for half in range(2)]
+    four = ir.Constant(_V16B, [4] * LANES)
+    return own, [b.fmul(b.uitofp(b.lshr(half, four), V16), shared) for half in halves]
+
+
+def emit_scaled_pair(
+    b: Builder, form: WeightFormat, at: Value, scales: Sequence[Value], pair: int
+) -> tuple[Value, Value]:
+    """Load two quads like `emit_load_pair`, as codes times the scale of their half of the group.
+
+    With an offset, the bytes are TABLE_OFFSET - scale * (code - offset). Weights are negated,
+    because the largest product, -32 * -4, would not fit in a signed byte.
+
+    Args:
+        b: the builder.
+        form: a format with `scaled_codes`.
+        at: address of a group.
+        scales: the result of `emit_code_scales`.
+        pair: index of the pair in the group.
+    """
+    half, own = divmod(pair, 2)
+    quads = emit_load_pair(b, form, b.add(at, int_constant(half * form.group_bytes // 2)), own)
+    # A scale is repeated in both 16-bit numbers of a lane. One multiplication of 16 bits scales two
+    # codes, because no product, after adding TABLE_OFFSET, exceeds a byte.
+    low = b.and_(scales[half], ir.Constant(V16I, [0xFFFF] * LANES))
+    both = b.or_(low, b.shl(scales[half], ir.Constant(V16I, [16] * LANES)))
+    twice = b.bitcast(both, _V32S)
+    products = [b.mul(b.bitcast(quad, _V32S), twice) for quad in quads]
+    if form.offset:
+        zero = b.add(
+            b.mul(twice, ir.Constant(_V32S, [form.offset] * 2 * LANES)),
+            ir.Constant(_V32S, [TABLE_OFFSET] * 2 * LANES),
+        )
+        zeros = b.add(zero, b.shl(zero, ir.Constant(_V32S, [8] * 2 * LANES)))
+        products = [b.sub(zeros, product) for product in products]
+    return b.bitcast(products[0], V16I), b.bitcast(products[1], V16I)
+
+
+def _load_bytes(b: Builder, address: Value) -> Value:
+    """Load 16 bytes."""
+    return b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
 
 
 def _emit_float8_as_f32(b: Builder, address: Value) -> Value:

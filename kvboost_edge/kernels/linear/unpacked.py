@@ -18,6 +18,7 @@ from llvmlite import ir
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, int_constant
 from kvboost_edge.kernels.linear.int_tiles import (
     IntTiles,
+    Scales,
     Target,
     Tile,
     emit_place,
@@ -25,7 +26,7 @@ from kvboost_edge.kernels.linear.int_tiles import (
     emit_target,
     splat_i32_at,
 )
-from kvboost_edge.kernels.linear.simd_loads import emit_scales
+from kvboost_edge.kernels.linear.simd_loads import emit_code_scales
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
 from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
@@ -53,7 +54,8 @@ class _Places(NamedTuple):
 
     Attributes:
         codes: uint8 [groups][tiles][8 quads][64].
-        scales: float32 [groups][tiles][parts, then minima][16].
+        scales: float32 [groups][tiles][parts, then minima][16], then int32 scales of codes [2][16]
+            for formats with `scaled_codes`.
         sums: float32 [tiles][panels][tokens][16].
     """
 
@@ -69,7 +71,14 @@ class UnpackedTiles(IntTiles):
         self, kind: int, tokens: int, fine: bool, form: str = "avx2", tiles: int = 1
     ) -> None:
         super().__init__(kind, tiles, tokens, fine, form)
-        self.scale_bytes = _LINE * self.parts * (1 + self.format.minima)
+        # Lines of scales of a group: those of its parts, then minima, then scales of codes.
+        self.minima_lines = 2 if self.format.minima_in_halves else int(self.format.minima)
+        if self.format.scaled_codes:
+            self.scale_lines = 1
+            self.scale_bytes = _LINE * (3 + self.minima_lines)
+        else:
+            self.scale_lines = self.parts
+            self.scale_bytes = _LINE * (self.parts + self.minima_lines)
         self.sums_bytes = _PANELS * tokens * _LINE
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
@@ -162,11 +171,25 @@ class UnpackedTiles(IntTiles):
                 self._unpack_part(
                     b, emit_place(b, weights, part, self.group_bytes // self.parts), place, table
                 )
-                index = b.add(b.mul(number, int_constant(self.parts)), part)
-                factors, low = emit_scales(b, self.format, scales, minima, index)
-                emit_store(b, factors, emit_place(b, floats, part, _LINE))
-                if low is not None:
-                    emit_store(b, low, self._minima_at(b, floats, part))
+                if not self.format.scaled_codes:
+                    found = self._scales(b, scales, minima, number, part)
+                    self._store_scales(b, found, emit_place(b, floats, part, _LINE))
+            if self.format.scaled_codes:
+                self._store_scales(b, self._scales(b, scales, minima, number, 0), floats)
+                at = self._scales_at(b, scales, number)
+                for half, own in enumerate(emit_code_scales(b, self.format, at)):
+                    b.store(own, self._code_scales_at(b, floats, half), align=_LINE)
+
+    def _store_scales(self, b: Builder, scales: Scales, place: Value) -> None:
+        """Store the scales of a part and, after them, the minima of its group."""
+        factors, minima = scales
+        for line, values in enumerate((factors, *minima)):
+            emit_store(b, values, b.add(place, int_constant(_LINE * line)))
+
+    def _code_scales_at(self, b: Builder, floats: Value, half: int) -> Value:
+        """Return the pointer to the scales of a half's codes in a slot of the buffer of scales."""
+        line = self.scale_lines + self.minima_lines + half
+        return b.inttoptr(b.add(floats, int_constant(_LINE * line)), ir.PointerType())
 
     def _unpack_part(self, b: Builder, at: Value, place: Value, table: Value | None) -> None:
         """Unpack the codes of a group, or of a part of it, from address `at` to `place`."""
@@ -177,7 +200,7 @@ class UnpackedTiles(IntTiles):
         with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
             here = emit_place(b, at, pair, self.group_bytes // self.parts // pairs)
             out = emit_place(b, place, pair, 2 * _LINE)
-            load = self._pairs(b, [here], table)
+            load = self._pairs(b, [here], table, int_constant(0))
             for first_pair in range(1 if alike else pairs):
                 for half, quad in enumerate(load(first_pair)):
                     to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
@@ -191,25 +214,50 @@ class UnpackedTiles(IntTiles):
         floats = emit_place(b, places.scales, slot, self.scale_bytes)
         codes = emit_place(b, places.codes, slot, _QUADS * _LINE)
         here = emit_place(b, panel, group, self.cell)
+        if self.format.scaled_codes:
+            halves = [self._unpacked_dots(b, here, codes, int_constant(half)) for half in range(2)]
+            for t in range(self.tiles):
+                own = b.add(floats, int_constant(t * self.scale_bytes))
+                here_sums = b.add(sums, int_constant(t * self.sums_bytes))
+                scales = [
+                    b.load(self._code_scales_at(b, own, half), align=_LINE, typ=V16I)
+                    for half in range(2)
+                ]
+                pairs = zip(*(half[t] for half in halves), strict=True)
+                totals = [self._scaled(b, scales, pair) for pair in pairs]
+                self._add_totals(b, here, totals, own, here_sums)
+            return
         with emit_loop(b, int_constant(self.parts)) as part:
             dots = self._unpacked_dots(b, here, codes, part)
             for t, of_tile in enumerate(dots):
-                own = b.add(floats, int_constant(t * self.scale_bytes))
-                scale = emit_load(b, V16, emit_place(b, own, part, _LINE))
-                low = (
-                    emit_load(b, V16, self._minima_at(b, own, part)) if self.format.minima else None
-                )
-                for token, dot in enumerate(of_tile):
-                    place = b.add(sums, int_constant(t * self.sums_bytes + _LINE * token))
-                    term = self._term(b, here, token)
-                    before = emit_load(b, V16, place)
-                    minima_term = self._minima_term(b, term, part)
-                    result = self._epilogue(b, dot, term, minima_term, (scale, low), before)
-                    emit_store(b, result, place)
+                own = emit_place(b, floats, part, _LINE, t * self.scale_bytes)
+                here_sums = b.add(sums, int_constant(t * self.sums_bytes))
+                totals = [b.sitofp(dot, V16) for dot in of_tile]
+                self._add_totals(b, here, totals, own, here_sums)
 
-    def _minima_at(self, b: Builder, floats: Value, part: Value) -> Value:
-        """Return the address of a part's minima in a tile's slot of the buffer of scales."""
-        return emit_place(b, floats, part, _LINE, _LINE * self.parts)
+    def _add_totals(
+        self, b: Builder, here: Value, totals: Sequence[Value], scales: Value, sums: Value
+    ) -> None:
+        """Add the sums of a tile's group, or of half of it, to its float sums.
+
+        Args:
+            b: the builder.
+            here: address of the group's cell in the panel.
+            totals: sums of each token.
+            scales: address of the scales, which the minima follow.
+            sums: address of the tile's float sums.
+        """
+        factors, *minima = (
+            emit_load(b, V16, b.add(scales, int_constant(_LINE * line)))
+            for line in range(1 + self.minima_lines)
+        )
+        for token, total in enumerate(totals):
+            place = b.add(sums, int_constant(_LINE * token))
+            term = self._term(b, here, token)
+            before = emit_load(b, V16, place)
+            terms = self._minima_terms(b, term)
+            result = self._epilogue(b, total, term, terms, (factors, minima), before)
+            emit_store(b, result, place)
 
     def _unpacked_dots(
         self, b: Builder, here: Value, codes: Value, part: Value

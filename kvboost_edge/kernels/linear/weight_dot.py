@@ -27,10 +27,15 @@ from kvboost_edge.kernels.integers import (
     emit_pair_sums,
 )
 from kvboost_edge.kernels.lazy import cgutils
-from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP
+from kvboost_edge.kernels.linear.weight_formats import (
+    FORMAT_OF,
+    GROUP,
+    TABLE_OFFSET,
+    WeightFormat,
+)
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = ["GroupDot", "PairDot"]
+__all__ = ["GroupDot", "PairDot", "scales_codes"]
 
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
@@ -47,6 +52,15 @@ _SHORT_MOST = 32767
 
 Value = Any
 Builder = Any
+
+
+def scales_codes(weight_format: WeightFormat, form: str) -> bool:
+    """Return whether a variant multiplies codes by their scales before the dot product.
+
+    Variants with sums in 16 bits would have to widen them more often. They multiply the sums of
+    halves of groups instead, which gives the same integers.
+    """
+    return weight_format.scaled_codes and form not in ("avx2", "plain")
 
 
 class _Short(NamedTuple):
@@ -89,13 +103,19 @@ class GroupDot:
         # group of codes up to 4 bits fit, because their sum is at most 8 * 2 * 15 * 127 = 30,480.
         # With 5-bit codes and the values of nvfp4 4 quads fit, with 6-bit codes 2.
         self._short = self.form in ("avx2", "plain") and not self._format.uses_whole_byte
+        is_scaled = scales_codes(self._format, self.form)
+        self._offset = TABLE_OFFSET if is_scaled and self._format.offset else self._format.offset
         self._quads = _SHORT_MOST // (2 * self._format.largest_operand * 127)
         # These variants sum weights as stored. `sdot` can take codes of less than 8 bits because
         # they are valid signed bytes. With 4-bit codes, subtracting the offset is as fast.
         self.seeded = (
             self.form in ("vnni512", "vnni256")
             or self._short
-            or (self.form == "neon" and self._format.bits in (1, 2, 3, 5, 6))
+            or (
+                self.form == "neon"
+                and self._format.bits in (1, 2, 3, 5, 6)
+                and self._offset < TABLE_OFFSET
+            )
         )
 
     def start(self, seed: Value) -> Any:
@@ -114,7 +134,7 @@ class GroupDot:
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
         # Entries of tables and grids are signed bytes, except in seeded variants.
-        offset = 0 if self._format.is_looked_up else self._format.offset
+        offset = 0 if self._format.is_looked_up else self._offset
         signed = b.bitcast(
             b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)),
             V16I,

@@ -36,8 +36,12 @@ per 8 groups:
                   high nibble
                   weight: d * scale * code - dmin * minimum
 
-The products d * scale and dmin * minimum are exact in float32. Formats with a table have 16 signed
-bytes per tile instead of minima, so rows of one matrix may have different tables.
+The products d * scale and dmin * minimum are exact in float32. For codes of 2 and 3 bits, kernels
+sum scale * (code - offset) times the inputs over a whole group as integers, which is then
+multiplied by d.
+
+Formats with a table have 16 signed bytes per tile instead of minima, so rows of one matrix may have
+different tables.
 
 Formats with a grid are block formats too. An index of 8 to 10 bits selects an entry of the grid,
 the magnitudes of 4 or 8 consecutive inputs, and each input has a sign:
@@ -186,6 +190,8 @@ class WeightFormat:
         values: weights of all codes before scaling, if they are the same for all matrices.
         float8: True if scales are 8-bit floats, and each row has a float32 factor.
         grid: the indices, if codes are looked up in a grid; `bits` are those of a looked up code.
+        scaled_codes: True if a code, without its offset, times the integer scale of its half of a
+            group fits in a byte. A group then has one sum, of products with these scaled codes.
         block_bytes: bytes per block of 256 inputs in the file, or 0 if scales are float16.
         fit: parameters for quantizing floats; None if weights can only come from files in this
             format.
@@ -203,6 +209,7 @@ class WeightFormat:
     values: tuple[int, ...] = ()
     float8: bool = False
     grid: GridCodes | None = None
+    scaled_codes: bool = False
     block_bytes: int = 0
     fit: QuantizationFit | None = None
     exact_in: tuple[str, ...] = ()
@@ -435,8 +442,19 @@ FORMATS = {
             exact_in=_HOLD_TERNARY,
         ),
         *_GRID_FORMATS,
-        WeightFormat("q2k", kind=16, bits=2, parts=2, minima=True, block_bytes=84),
-        WeightFormat("q3k", kind=15, bits=3, offset=4, parts=2, block_bytes=110, exact_in=("q6k",)),
+        WeightFormat(
+            "q2k", kind=16, bits=2, parts=2, minima=True, scaled_codes=True, block_bytes=84
+        ),
+        WeightFormat(
+            "q3k",
+            kind=15,
+            bits=3,
+            offset=4,
+            parts=2,
+            scaled_codes=True,
+            block_bytes=110,
+            exact_in=("q6k",),
+        ),
         WeightFormat(
             "int4",
             kind=4,

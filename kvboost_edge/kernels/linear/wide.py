@@ -59,7 +59,6 @@ from kvboost_edge.kernels.linear.weight_formats import (
     FORMAT_OF,
     FORMATS,
     GROUP,
-    HALF_OFFSET,
     INT_KINDS,
 )
 from kvboost_edge.kernels.signature import INT64
@@ -245,8 +244,7 @@ class _Requantizer:
         scale, low = emit_scales(b, self.format, scales, tile.minima, index)
         if low is None:
             return scale, _splat(0.0)
-        factor = -float(HALF_OFFSET) if self.format.minima_in_halves else -1.0
-        return scale, b.fmul(low, _splat(factor))
+        return scale, b.fneg(low)
 
     def _unpack(
         self, b: Builder, at: Value, table: Value | None, place: Value

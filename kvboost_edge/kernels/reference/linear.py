@@ -32,6 +32,7 @@ __all__ = [
     "pack_panel",
     "quantize_rows",
     "rotate",
+    "scale_codes",
     "unpack_block_codes",
     "unpack_block_scales",
     "unpack_codes",
@@ -334,6 +335,34 @@ def _unpack_grid_scales(
     return (factors.reshape(wide.shape) * wide).reshape(tiles * _LANES, -1)
 
 
+def scale_codes(
+    codes: npt.NDArray[np.int8],
+    scales: npt.NDArray[np.uint8],
+    blocks: npt.NDArray[np.float16],
+    kind: str,
+) -> tuple[npt.NDArray[np.int16], Floats]:
+    """Return the codes of q2k or q3k times their integer scales, and the scales of these products.
+
+    Args:
+        codes: the result of `unpack_block_codes`.
+        scales: the stored scales.
+        blocks: the stored float16 numbers.
+        kind: "q2k" or "q3k".
+
+    Returns:
+        (weights [padded rows, padded inputs], float32 scales [padded rows, groups]).
+    """
+    rows, inputs = codes.shape
+    groups = inputs // _GROUP
+    bytes_of_row = scales.reshape(-1, 2 * groups, _LANES).transpose(0, 2, 1).reshape(rows, -1)
+    factors = bytes_of_row & np.uint8(15) if kind == "q2k" else bytes_of_row.view(np.int8)
+    weights = codes.astype(np.int16) * factors.astype(np.int16).repeat(_GROUP // 2, axis=1)
+    numbers = 2 if kind == "q2k" else 1
+    own = blocks.reshape(rows // _LANES, -1, numbers, _LANES)[:, :, 0]
+    wide = own.transpose(0, 2, 1).reshape(rows, -1).astype(np.float32)
+    return weights, wide.repeat(_BLOCK_GROUPS, axis=1)[:, :groups]
+
+
 def unpack_scales(
     packed: npt.NDArray[np.float16], rows: int, inputs: int, scale_groups: int = 1
 ) -> Floats:
@@ -360,7 +389,9 @@ def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
 
 
 def group_sums(
-    codes: npt.NDArray[np.signedinteger[Any]], weights: npt.NDArray[np.int8], size: int = _GROUP
+    codes: npt.NDArray[np.signedinteger[Any]],
+    weights: npt.NDArray[np.signedinteger[Any]],
+    size: int = _GROUP,
 ) -> npt.NDArray[np.int64]:
     """Return exact integer sums over groups of `size` inputs, [tokens, rows, groups]."""
     groups = codes.shape[1] // size
@@ -378,7 +409,7 @@ def _fma(x: Floats, y: Floats, z: Floats) -> Floats:
 def linear_int(
     codes: npt.NDArray[np.signedinteger[Any]],
     scales: Floats,
-    weights: npt.NDArray[np.int8],
+    weights: npt.NDArray[np.signedinteger[Any]],
     weight_scales: Floats,
     minima: Floats | None = None,
 ) -> Floats:
@@ -386,31 +417,33 @@ def linear_int(
 
     Groups are added in order: out = fma(sum * token scale, weight scale, out). With minima, each
     group also adds out = fma(-(sum of the token's codes * token scale), minimum, out), whose inner
-    product is rounded once. Each half of a group with two scales is a separate step.
+    product is rounded once. Each half of a group with two scales or two minima is a separate step.
 
     Args:
         codes: activations [tokens, padded inputs].
         scales: float32 [tokens, groups].
-        weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
+        weights: integers [rows, padded inputs]; unsigned codes if the format has minima.
         weight_scales: float32 [rows, groups], or [rows, 2 * groups] for formats with two scales per
             group.
-        minima: float32, like `weight_scales`, for int4-asym, int5-asym, q2k, q4k and q5k.
+        minima: float32 [rows, groups], or [rows, 2 * groups], for int4-asym, int5-asym, q2k, q4k
+            and q5k.
     """
-    parts = weight_scales.shape[1] // scales.shape[1]
+    groups = scales.shape[1]
+    parts = weight_scales.shape[1] // groups
     sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)
-    scales = scales.repeat(parts, axis=1)
-    token_sums = (
-        codes.reshape(len(codes), -1, _GROUP // parts)
-        .sum(axis=2, dtype=np.int32)
-        .astype(np.float32)
-    )
     out = np.zeros(sums.shape[:2], dtype=np.float32)
-    for group in range(sums.shape[2]):
-        out = _fma(sums[:, :, group] * scales[:, group, None], weight_scales[None, :, group], out)
-        if minima is not None:
-            out = _fma(
-                -(token_sums[:, group, None] * scales[:, group, None]), minima[None, :, group], out
-            )
+    for group in range(groups):
+        scale = scales[:, group, None]
+        for part in range(parts * group, parts * (group + 1)):
+            out = _fma(sums[:, :, part] * scale, weight_scales[None, :, part], out)
+        if minima is None:
+            continue
+        halves = minima.shape[1] // groups
+        own = codes[:, _GROUP * group : _GROUP * (group + 1)].reshape(len(codes), halves, -1)
+        token_sums = own.sum(axis=2, dtype=np.int32).astype(np.float32)
+        for half in range(halves):
+            term = -(token_sums[:, half, None] * scale)
+            out = _fma(term, minima[None, :, halves * group + half], out)
     return out
 
 

@@ -78,7 +78,7 @@ Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 
 
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 """Version of the exact bits that kernels and programs compute. Increment it with every change.
 
 Blocks stored by another version are not reused. A test detects a change in the bits of a small

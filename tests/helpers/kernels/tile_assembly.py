@@ -102,6 +102,11 @@ def product_of(
     if form.float8:
         minima[:] = rng.standard_normal((count, sizes[2] // 4)).astype(np.float32).view(np.uint8)
         scales &= np.uint8(127)
+    elif form.name == "q3k":  # scales of 6 bits
+        scales[:] = rng.integers(-32, 32, scales.shape).astype(np.int8).view(np.uint8)
+        scales[:, ::5] = rng.choice(np.array([-32, 31], np.int8), scales[:, ::5].shape).view(
+            np.uint8
+        )
     elif not form.block_bytes:
         scales[:] = rng.standard_normal((count, sizes[1] // 2)).astype(np.float16).view(np.uint8)
     tokens = panels * tiles.tokens

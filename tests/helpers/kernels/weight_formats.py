@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -116,8 +118,12 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
         stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
         return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))
     quantized, token_scales, _ = reference.quantize_rows(x, fine=fine)
-    weights = unpacked(kind, packed, rows, inputs)
-    return reference.linear_int(quantized, token_scales, *weights)[:, :rows]
+    codes, scales, minima = unpacked(kind, packed, rows, inputs)
+    weights: npt.NDArray[np.signedinteger[Any]] = codes
+    if registry.FORMATS[kind].scaled_codes:
+        halves = packed.minima.view(np.float16)
+        weights, scales = reference.scale_codes(codes, packed.scales, halves, kind)
+    return reference.linear_int(quantized, token_scales, weights, scales, minima)[:, :rows]
 
 
 def wide_product(

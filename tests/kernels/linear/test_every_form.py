@@ -55,7 +55,9 @@ def _dot(name, lanes, signed):
 
 # Instruction that multiplies two rows of 8 bytes by two others.
 MATRIX = "llvm.aarch64.neon.smmla.v4i32.v16i8"
-PAIRED_KINDS = [kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1]
+PAIRED_KINDS = [
+    kind for kind in INT_KINDS if FORMAT_OF[kind].parts == 1 or FORMAT_OF[kind].scaled_codes
+]
 
 
 def _matrix():
