@@ -21,7 +21,7 @@ from llvmlite import ir
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.lazy import cgutils, types
-from kvboost_edge.kernels.linear.int_tiles import emit_place, splat_f32_at
+from kvboost_edge.kernels.linear.int_tiles import Scales, emit_place, splat_f32_at
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.weight_dot import GroupDot
 from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS
@@ -166,10 +166,10 @@ class AmxTiles(IntTiles):
             )
             for t in range(_TILES):
                 self._multiply(b, t)
-                self._add_sums(b, source, b.sub(part, one), t)
+            self._add_sums(b, source, b.sub(part, one))
+            for t in range(_TILES):
                 self._store_sums(b, t)
-        for t in range(_TILES):
-            self._add_sums(b, source, last, t)
+        self._add_sums(b, source, last)
         self._emit_target(b, target)
 
     def _line(self, b: Builder, offset: int, index: Value) -> Value:
@@ -238,39 +238,54 @@ class AmxTiles(IntTiles):
             offset = _SUMS_AT + (t * _CELL_ROWS + half * LANES) * _LINE
             emit_on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
-    def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
-        """Add a part's sums for one weight tile to the float sums; see `IntTiles._epilogue`."""
+    def _add_sums(self, b: Builder, source: _Source, part: Value) -> None:
+        """Add a part's sums to the float sums of both weight tiles; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
         group, own = self._group_of(b, part)
-        scales = self._scales(b, source.scales[t], source.minima[t], group, own)
-        if t == 0 and self.format.minima_in_halves:
-            self._store_minima_terms(b, here)
-        sums_at = [
-            _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
-            for plane in range(self.planes)
+        scales = [
+            self._scales(b, *at, group, own)
+            for at in zip(source.scales, source.minima, strict=True)
         ]
-        with cgutils.for_range(b, int_constant(self.tokens // 4), intp=I64) as loop:
-            first = b.mul(loop.index, int_constant(4))
+        if self.format.minima_in_halves:
+            self._store_minima_terms(b, here)
+        with cgutils.for_range(b, int_constant(self.tokens // 2), intp=I64) as loop:
+            first = b.mul(loop.index, int_constant(2))
             term = b.add(self._term(b, here, 0), b.mul(first, int_constant(4)))
-            for token in range(4):
+            for token in range(2):
                 index = b.add(first, int_constant(token))
-                sums = self._joined(
-                    b, [emit_load_bytes(b, self._line(b, at, index)) for at in sums_at]
-                )
-                slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
-                here_term = b.add(term, int_constant(4 * token))
-                if self.format.minima_in_halves:
-                    stored = emit_place(b, self._at(b, _TERMS_AT), index, 4)
-                    minima_terms = [
-                        splat_f32_at(b, b.add(stored, int_constant(4 * self.tokens * half)))
-                        for half in range(2)
-                    ]
-                else:
-                    minima_terms = self._minima_terms(b, here_term)
-                total = b.sitofp(sums, V16)
-                before = emit_load(b, V16, slot)
-                result = self._epilogue(b, total, here_term, minima_terms, scales, before)
-                emit_store(b, result, slot)
+                self._add_token(b, index, b.add(term, int_constant(4 * token)), scales)
+
+    def _add_token(self, b: Builder, index: Value, term: Value, scales: Sequence[Scales]) -> None:
+        """Add the sums of one token.
+
+        Args:
+            b: the builder.
+            index: index of the token in the panel.
+            term: address of the token's term.
+            scales: scales of each weight tile.
+        """
+        if self.format.minima_in_halves:
+            stored = emit_place(b, self._at(b, _TERMS_AT), index, 4)
+            minima_terms = [
+                splat_f32_at(b, b.add(stored, int_constant(4 * self.tokens * half)))
+                for half in range(2)
+            ]
+        else:
+            minima_terms = self._minima_terms(b, term)
+        # Both results are stored at the end, so that what is loaded for the token serves both.
+        results = []
+        for t in range(_TILES):
+            places = [
+                self._line(b, _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE, index)
+                for plane in range(self.planes)
+            ]
+            sums = self._joined(b, [emit_load_bytes(b, place) for place in places])
+            slot = self._line(b, _FLOATS_AT + t * self.tokens * _LINE, index)
+            before = emit_load(b, V16, slot)
+            total = b.sitofp(sums, V16)
+            results.append((self._epilogue(b, total, term, minima_terms, scales[t], before), slot))
+        for result, slot in results:
+            emit_store(b, result, slot)
 
     def _store_minima_terms(self, b: Builder, here: Value) -> None:
         """Store the factors of the minima of both halves, which both weight tiles use.
