@@ -7,7 +7,7 @@ split of the prompt into chunks, any amount of cached KV and any number of threa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.library import llvm_version
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
-from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.interpreter import run_program
@@ -78,17 +78,27 @@ Longs = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
 
 
-NUMERICS_VERSION = 4
+NUMERICS_VERSION = 3
 """Version of the exact bits that kernels and programs compute. Increment it with every change.
 
 Blocks stored by another version are not reused. A test detects a change in the bits of a small
 model.
 """
+# The same for models with a format of `scaled_codes`, on which the bits of other models do not
+# depend. In version 1, the halves of a group were added one after the other.
+_SCALED_CODES_VERSION = 2
 
 
-def describe_numerics() -> str:
-    """Return the versions of the kernels, LLVM and NumPy, which the exact bits of KV depend on."""
-    return f"kernels {NUMERICS_VERSION} llvm {llvm_version()} numpy {np.__version__}"
+def describe_numerics(kinds: Iterable[int]) -> str:
+    """Return the versions of the kernels, LLVM and NumPy, which the exact bits of KV depend on.
+
+    Args:
+        kinds: numbers of the formats of the model's weights.
+    """
+    found = f"kernels {NUMERICS_VERSION} llvm {llvm_version()} numpy {np.__version__}"
+    if any(FORMAT_OF[kind].scaled_codes for kind in kinds):
+        found += f" scaled codes {_SCALED_CODES_VERSION}"
+    return found
 
 
 class _Rest(NamedTuple):
@@ -166,7 +176,7 @@ class NativeRunner:
             joins_hidden_states=spec.joins_hidden_states,
             borrows_kv=spec.backbone_size > 0,
             short_vocabulary=short_vocabulary,
-            numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics()}",
+            numerics=f"{weights} pack {PACKED_VERSION} {describe_numerics(self.kinds)}",
             splits_passes=is_wide,
         )
 

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.runners.native.runner import NUMERICS_VERSION
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
+from kvboost_edge.runners.native.runner import NUMERICS_VERSION, describe_numerics
 
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(96)]
 # By version and cache bits. The digests are the same on every processor.
@@ -45,6 +46,13 @@ def test_bits_equal_those_of_this_numerics_version(kv_bits):
         stored = engine._parts.backend.read_blocks(range(6))
     found = hashlib.sha256(logits.tobytes() + stored.tobytes()).hexdigest()[:16]
     assert found == BITS[NUMERICS_VERSION, kv_bits]
+
+
+def test_only_models_with_scaled_codes_depend_on_their_version():
+    kinds = {name: form.kind for name, form in FORMATS.items()}
+    plain = describe_numerics([kinds["int4"], kinds["q6k"]])
+    found = [describe_numerics([kinds["int4"], kinds[name]]) for name in ("q2k", "q3k")]
+    assert found == [f"{plain} scaled codes 2"] * 2
 
 
 @pytest.mark.parametrize(
