@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.kernels.weight_formats import kind_of
+from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
 from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.program import table as lt
@@ -26,6 +27,8 @@ class Program:
     def __init__(self, tokens: int, matrix: int = 0) -> None:
         self.tokens = tokens
         self.tile_registers = matrix
+        if matrix:
+            amx_choice()  # asks Linux for access to the tile registers, without which they trap
         self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self.arrays: list[npt.NDArray[np.generic]] = []
         self.ops: list[lt.Operation] = []
